@@ -44,12 +44,13 @@ from holdfast_core.names import parse_pod_name
 from holdfast_operator.apply.apply import apply, memory_after
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.kube.api import ConflictError
-from holdfast_operator.model import kinds
+from holdfast_operator.model import labels
 from holdfast_operator.model.actions import (
     Call,
     Delete,
     DesiredObject,
     EmitEvent,
+    OutgoingRound,
     ReleasePod,
     StatusWrite,
 )
@@ -67,7 +68,6 @@ from holdfast_operator.model.job import (
     SidecarView,
     StoreView,
 )
-from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.sidecars.state import Manifests
 
@@ -256,9 +256,9 @@ class LocalCluster:
     async def put(self, job: Gang, wanted: DesiredObject) -> None:
         """Create pods, certificates and Checkpoints. Services and policies mean nothing to processes."""
         match wanted.kind:
-            case kinds.POD:
+            case labels.POD:
                 await self._create_pod(job, wanted.name)
-            case kinds.SECRET:
+            case labels.SECRET:
                 for pod in wanted.leaves:
                     self.authority.write_leaf(
                         self.place.certs_root / pod, peer_dns_name(pod, job.uid)
@@ -321,10 +321,10 @@ class LocalCluster:
         if isinstance(delete, ReleasePod):
             return
         pod = self.pods.get(delete.name)
-        if delete.kind == kinds.POD and pod is not None and pod.spec.uid == delete.uid:
+        if delete.kind == labels.POD and pod is not None and pod.spec.uid == delete.uid:
             self._forget(delete.name)
             await asyncio.to_thread(pod.delete)
-        elif delete.kind == kinds.SECRET:
+        elif delete.kind == labels.SECRET:
             self.secrets.discard(delete.name)
         elif delete.kind == Checkpoint.KIND:
             self.checkpoints.pop(delete.name, None)

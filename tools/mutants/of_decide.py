@@ -13,7 +13,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/copies-of-an-older-round",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original="    if state.last_replicated.round != world.round:\n        return False\n",
         replacement="",
         loses="A pod is replaced although its node has the only copy of a shard.",
@@ -22,7 +22,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/commit-that-is-not-reported-yet",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original=(
             "    if any(i.round == world.round for m in answered for i in _manifests(m)):\n"
             "        return False"
@@ -34,7 +34,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/more-lost-than-copies",
         kind=Kind.OFF_BY_ONE,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original="return len(away) <= world.copies",
         replacement="return len(away) <= world.copies + 1",
         loses="Two pods are replaced that hold a shard and its only copy.",
@@ -43,7 +43,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/newest-step-is-not-replicated",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original="return copied_step is not None and copied_step >= newest and _survives_by_copies",
         replacement="return copied_step is not None and _survives_by_copies",
         loses="A pod is replaced before its newest step has a copy.",
@@ -52,7 +52,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/persisted-step-is-older",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original=(
             "    if persisted is not None and persisted.step >= newest:\n"
             "        return True\n"
@@ -65,7 +65,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/coordinator-is-silent",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original=(
             "    if coordinator.worker not in {m.worker for m in answered}:\n        return False\n"
         ),
@@ -76,7 +76,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/inventory-from-before-the-seal",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original="and sidecar.inventory.round >= world.round",
         replacement="and sidecar.inventory.round >= world.round - 1",
         loses="The gang restarts from an older step than the one that was committed last.",
@@ -85,7 +85,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/shard-of-another-digest",
         kind=Kind.MISSING_DIGEST,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original="(candidate.id, s.rank, s.blake3) in known for s in info.shards",
         replacement="any(k[:2] == (candidate.id, s.rank) for k in known) for s in info.shards",
         loses="A step is chosen whose shard no node has, and every restart fails.",
@@ -94,7 +94,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/interrupted-commit-counts",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original="shared = own if index == 0 else shared & own",
         replacement="shared = own if index == 0 else shared | own",
         loses="The gang waits for ever for a step whose commit was interrupted.",
@@ -103,7 +103,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/checkpoint-of-another-job",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original="        and status.job_uid == job.uid\n",
         replacement="",
         loses="A job restores the checkpoint of a former job of the same name.",
@@ -112,7 +112,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/quarantined-checkpoint-is-restored",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}facts/readable.py",
+        file=f"{_DECIDE}readable.py",
         original="or info.round >= world.round or id_ in apart:",
         replacement="or info.round >= world.round:",
         loses="The gang restores a broken checkpoint again and again, until its restarts are used up.",
@@ -121,7 +121,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/laxer-merge-of-the-lineage",
         kind=Kind.SWAPPED_WRITES,
-        file=f"{_DECIDE}restore/restore_point.py",
+        file=f"{_DECIDE}restore_point.py",
         original="kept[:2] = [changed(lower, round=second.round)]",
         replacement="kept[:2] = [second]",
         loses="After 64 restarts, steps that were trained again are restored in place of the newer ones.",
@@ -130,7 +130,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/no-survivor-has-answered",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}restore/restore_point.py",
+        file=f"{_DECIDE}restore_point.py",
         original="    if not survivors:\n        return",
         replacement="    if survivors is None:\n        return",
         loses="A restart during a network failure gives up the newest step.",
@@ -139,7 +139,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/wait-begins-before-the-first-answer",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}restore/restore_point.py",
+        file=f"{_DECIDE}restore_point.py",
         original="seconds_since(max(memory.round_seen_at, answering_since), now)",
         replacement="seconds_since(min(memory.round_seen_at, answering_since), now)",
         loses="Right after a long network failure, the first answer decides without the others.",
@@ -148,7 +148,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/job-starts-over",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}restore/restore_point.py",
+        file=f"{_DECIDE}restore_point.py",
         original=(
             "    committed = readable.recorded_commit(world)\n"
             "    if committed is not None:\n"
@@ -165,7 +165,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/implied-by-a-higher-base",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}restore/restore_point.py",
+        file=f"{_DECIDE}restore_point.py",
         original="return _base(old) == _base(new) or (_base(old) > _base(new)",
         replacement="return _base(old) == _base(new) or (_base(old) < _base(new)",
         loses="A step that was trained again is restored in place of the newer one.",
@@ -174,7 +174,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/one-failure-too-many-quarantines",
         kind=Kind.OFF_BY_ONE,
-        file=f"{_DECIDE}facts/evidence.py",
+        file=f"{_DECIDE}evidence.py",
         original="if counts[failed_from] < policy.quarantine_after or",
         replacement="if counts[failed_from] <= policy.quarantine_after or",
         loses="A broken checkpoint costs one restart more than failurePolicy says.",
@@ -185,7 +185,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/released-step-stays-quarantined",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}facts/apart.py",
+        file=f"{_DECIDE}readable.py",
         original="return frozenset(q for q in world.status.quarantined if q.step not in released)",
         replacement="return frozenset(world.status.quarantined)",
         loses="A step that the user has released is not restored.",
@@ -196,7 +196,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/one-restart-too-many",
         kind=Kind.OFF_BY_ONE,
-        file=f"{_DECIDE}facts/restarts.py",
+        file=f"{_DECIDE}evidence.py",
         original="return restarts >= world.observed.job.spec.failure_policy.max_restarts",
         replacement="return restarts > world.observed.job.spec.failure_policy.max_restarts",
         loses="A job restarts once more than maxRestarts.",
@@ -205,7 +205,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/no-back-off",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}facts/restarts.py",
+        file=f"{_DECIDE}evidence.py",
         original="if futile < FREE_RESTARTS:",
         replacement="if futile <= FREE_RESTARTS + 64:",
         loses="A job that fails at once uses up its restarts within seconds.",
@@ -256,7 +256,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/pod-of-a-newer-round-is-deleted",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}facts/world.py",
+        file=f"{_DECIDE}world.py",
         original="if round_ is None or pod.birth_round > round_:",
         replacement="if round_ is None or pod.birth_round > round_ + 64:",
         loses="An operator with an old status deletes the pods of the running gang.",

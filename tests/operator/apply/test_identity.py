@@ -31,7 +31,7 @@ from holdfast_operator.model import labels
 from holdfast_operator.model.actions import DesiredObject
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import Unreadable
-from holdfast_operator.model.keys import Key, job_key
+from holdfast_operator.model.ownership import Key, job_key
 from holdfast_operator.render.objects import render_checkpoint, render_service
 from holdfast_operator.render.pod import render_pod
 from holdfast_operator.sidecars.calls import Sidecars

@@ -12,9 +12,9 @@ from tests.support.operator.decisions import created_pods, of_kind
 
 from holdfast_core.api import RestorePointStatus, changed
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_operator.decide.avoidance import MAX_AVOIDED
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.nodes import MAX_AVOIDED
+from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import Delete, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,

@@ -8,7 +8,7 @@ import pytest
 from tests.support.operator.builders import START, condition, now
 
 from holdfast_core.api import CheckpointCondition, CheckpointPhase, CheckpointStatus
-from holdfast_operator.decide.report.checkpoint_status import with_phase
+from holdfast_operator.decide.checkpoints import with_phase
 
 
 def true_conditions(status: CheckpointStatus) -> set[str]:

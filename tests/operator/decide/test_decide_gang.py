@@ -34,9 +34,8 @@ from holdfast_core.api import (
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.codec import dumps
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.placement import place_copies
-from holdfast_operator.decide.facts.world import World
-from holdfast_operator.decide.gang import round_message
+from holdfast_operator.decide.round_message import place_copies, round_message
+from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import BeginRound, ChooseRestorePoint, Delete, WriteStatus
 from holdfast_operator.model.job import (
     AckedRound,

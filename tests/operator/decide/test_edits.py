@@ -28,7 +28,7 @@ from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, PodView
-from holdfast_operator.model.template.parts import part_digests
+from holdfast_operator.model.template import part_digests
 
 SOURCE = RestoreFromSpec(checkpoint_ref=NameRef(name="other"))
 REFUSAL = 'unknown field "spec.x"'

@@ -18,9 +18,9 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import RestartRound
 from holdfast_core.names import placeholder_name
+from holdfast_operator.decide import sizes
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts import resize
-from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import BeginRound, Delete, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, PodPhase, PodView, Seen
 from holdfast_operator.model.labels import QUEUE_NAME
@@ -44,7 +44,7 @@ def test_the_number_that_the_gang_is_to_have(case: str) -> None:
     workers, elastic, record, expected = WANTED[case]
     found = None if record is None else ElasticStatus(workers=record[0], of_workers=record[1])
     gang = job(workers, status(0, (0, 0, 0), elastic=found), store="main", elastic=elastic)
-    assert resize.wanted_workers(gang, gang.status) == expected
+    assert sizes.wanted_workers(gang, gang.status) == expected
 
 
 def test_a_gang_in_a_queue_keeps_its_size_and_its_condition_says_why() -> None:

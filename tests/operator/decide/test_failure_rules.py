@@ -25,12 +25,11 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank, Hang, RestorePoint
+from holdfast_operator.decide.conditions import never_applies
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.failure import Failure
-from holdfast_operator.decide.facts.restarts import with_restart
-from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.evidence import Failure, with_restart
 from holdfast_operator.decide.failures import rule_on
-from holdfast_operator.decide.report.policy import never_applies
+from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import BeginRound, Decision, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason

@@ -10,10 +10,10 @@ from tests.support.operator.builders import job, now, pod, status
 from tests.support.operator.decisions import created_pods
 from tests.support.operator.hostile_templates import HOSTILE_TEMPLATES, mounted, template
 
-from holdfast_operator.decide.acceptance import template_problem
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.spec import template_problem
 from holdfast_operator.model.job import Observed
-from holdfast_operator.model.template.isolation import find_breach
+from holdfast_operator.model.template import find_breach
 
 
 @pytest.mark.fault("A template reaches for the sidecar's volumes, Secrets or processes")

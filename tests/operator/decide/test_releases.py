@@ -33,7 +33,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.releases import RELEASE_SECONDS
+from holdfast_operator.decide.ends import RELEASE_SECONDS
 from holdfast_operator.model.actions import EmitEvent
 from holdfast_operator.model.job import Observed
 from holdfast_operator.model.reasons import Reason

@@ -21,7 +21,7 @@ from holdfast_operator.loop.observe import Observer
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory
-from holdfast_operator.model.keys import Key, KeyKind, adoption_key, job_key
+from holdfast_operator.model.ownership import Key, KeyKind, adoption_key, job_key
 from holdfast_operator.watch.cache import ClusterCache
 
 NUMBER = 50

@@ -7,7 +7,7 @@ import threading
 from tests.support.clock import ManualClock
 
 from holdfast_operator.loop.workqueue import LongPasses
-from holdfast_operator.model.keys import job_key
+from holdfast_operator.model.ownership import job_key
 
 
 async def test_a_decision_after_a_long_one_leaves_the_event_loop_free() -> None:

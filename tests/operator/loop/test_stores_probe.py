@@ -20,7 +20,7 @@ from holdfast_operator.loop.stores import (
     store_status,
 )
 from holdfast_operator.model.installation import SidecarSettings
-from holdfast_operator.model.store_view import store_config, store_view
+from holdfast_operator.model.job import store_config, store_view
 from holdfast_operator.watch.records import ProbePod
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)

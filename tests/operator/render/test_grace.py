@@ -16,11 +16,10 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, RestorePoint
-from holdfast_operator.decide.facts.times import advance
-from holdfast_operator.decide.facts.world import World
-from holdfast_operator.decide.report.status import refresh
+from holdfast_operator.decide.status import refresh
+from holdfast_operator.decide.world import World, advance
 from holdfast_operator.model.job import JobMemory, Observed
-from holdfast_operator.model.template.grace import Grace, grace_of
+from holdfast_operator.model.template import Grace, grace_of
 
 TRAINED = GoodputStatus(ratio=1.0, training_seconds=2000.0)
 

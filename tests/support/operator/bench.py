@@ -16,10 +16,9 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import JobUid, RestartRound, Worker, is_spare
 from holdfast_core.messages.schema import PruneReply, Round, Seal
-from holdfast_operator.model.actions import Call, CallPath
+from holdfast_operator.model.actions import Call, CallPath, OutgoingRound
 from holdfast_operator.model.job import PodPhase, PodView, Reachable, SidecarView
-from holdfast_operator.model.keys import Key, job_key
-from holdfast_operator.model.outgoing_round import OutgoingRound
+from holdfast_operator.model.ownership import Key, job_key
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import (
     KeyPair,

@@ -33,7 +33,7 @@ from holdfast_operator.loop.observe import Observer
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Unreadable
-from holdfast_operator.model.keys import job_key
+from holdfast_operator.model.ownership import job_key
 from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import ClusterCache

@@ -23,10 +23,9 @@ from holdfast_core.messages.schema import (
     PruneReply,
     Seal,
 )
-from holdfast_operator.model.actions import Call, CallPath
+from holdfast_operator.model.actions import Call, CallPath, OutgoingRound
 from holdfast_operator.model.job import AckedRound, InventoryView, PodView, Reachable, SidecarView
-from holdfast_operator.model.keys import Key
-from holdfast_operator.model.outgoing_round import OutgoingRound
+from holdfast_operator.model.ownership import Key
 from holdfast_operator.sidecars.calls import Sidecars
 
 

@@ -34,7 +34,7 @@ from holdfast_core.messages.schema import Prune, PruneReply
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError, ConflictError
 from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.model import kinds, labels
+from holdfast_operator.model import labels
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
@@ -109,7 +109,7 @@ def with_known_details(new: TrainingJobStatus, known: TrainingJobStatus) -> Trai
 CONCURRENT_CALLS = 32
 """Largest number of concurrent calls for one decision."""
 
-_NEEDED_BY_PODS = frozenset({kinds.NETWORK_POLICY, kinds.SERVICE, kinds.SECRET})
+_NEEDED_BY_PODS = frozenset({labels.NETWORK_POLICY, labels.SERVICE, labels.SECRET})
 
 
 class Effects(Protocol):
@@ -311,7 +311,7 @@ def is_placeholder(wanted: DesiredObject) -> bool:
 
 
 def _is_worker(wanted: DesiredObject) -> bool:
-    return wanted.kind == kinds.POD and not is_placeholder(wanted)
+    return wanted.kind == labels.POD and not is_placeholder(wanted)
 
 
 async def _write(write: StatusWrite, observed: Observed, effects: Effects) -> Applied:

@@ -21,7 +21,7 @@ from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.api import ConflictError, NameTakenError
 from holdfast_operator.kube.cluster import Cluster, Events
-from holdfast_operator.model import kinds, labels
+from holdfast_operator.model import labels
 from holdfast_operator.model.actions import (
     Call,
     Delete,
@@ -39,10 +39,10 @@ from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import ClusterCache
 
 SURE_SECONDS = {
-    kinds.NETWORK_POLICY: 600.0,
-    kinds.SERVICE: 600.0,
-    kinds.DISRUPTION_BUDGET: 600.0,
-    kinds.SECRET: 60.0,
+    labels.NETWORK_POLICY: 600.0,
+    labels.SERVICE: 600.0,
+    labels.DISRUPTION_BUDGET: 600.0,
+    labels.SECRET: 60.0,
 }
 """Kinds of objects that are not watched, and the time after which the put of one is repeated. The pods that
 wait to start would wait forever for a Secret that was deleted."""
@@ -74,7 +74,7 @@ class Present:
     def failed(self, job: Gang, wanted: DesiredObject) -> None:
         """Take an object for present if it was before, because looking for it failed."""
         body, _ = self._known.get(job.uid, {}).get((wanted.kind, wanted.name), (None, 0.0))
-        if wanted.kind != kinds.SECRET and body == wanted.body:
+        if wanted.kind != labels.SECRET and body == wanted.body:
             self._record(job, wanted.body, self._found_earlier(job))
 
     def assume(self, job: Gang, sidecar: SidecarSettings) -> None:
@@ -100,11 +100,11 @@ class Present:
         it sees which pods were lost meanwhile.
         """
         part = zlib.crc32(job.uid.encode()) / 2**32
-        return self._clock.monotonic() - part * SURE_SECONDS[kinds.SERVICE]
+        return self._clock.monotonic() - part * SURE_SECONDS[labels.SERVICE]
 
     def secrets(self, uid: JobUid) -> frozenset[str]:
         """Return the certificate Secrets of the job that this process created or found."""
-        return frozenset(name for kind, name in self._known.get(uid, {}) if kind == kinds.SECRET)
+        return frozenset(name for kind, name in self._known.get(uid, {}) if kind == labels.SECRET)
 
     def taken_secrets(self, uid: JobUid) -> frozenset[str]:
         """Return the names for Secrets of the job that this process found in use for something else."""
@@ -125,7 +125,7 @@ class Present:
 
 _LOGGED = frozenset({Reason.RECOVERED, Reason.RECOVERY_INTERRUPTED})
 """Reasons of the Events that are also logged: one line for each round."""
-_MAY_BE_MISSING = frozenset({kinds.SERVICE, kinds.DISRUPTION_BUDGET})
+_MAY_BE_MISSING = frozenset({labels.SERVICE, labels.DISRUPTION_BUDGET})
 """Kinds without which the job can run. DNS names of the Service are for users: the gang gets its addresses in
 ROUND."""
 
@@ -174,7 +174,7 @@ class JobEffects:
         try:
             await self._put(job, wanted)
         except NameTakenError as error:
-            if wanted.kind != kinds.POD:
+            if wanted.kind != labels.POD:
                 await self._warn(job, Reason.NAME_TAKEN, str(error))
             if wanted.kind not in _MAY_BE_MISSING:
                 raise
@@ -186,11 +186,11 @@ class JobEffects:
     async def _put(self, job: Gang, wanted: DesiredObject) -> None:
         body, cluster = wanted.body, self._cluster
         match wanted.kind:
-            case kinds.SECRET:
+            case labels.SECRET:
                 await self._put_certificates(job, wanted)
-            case kinds.DISRUPTION_BUDGET:
+            case labels.DISRUPTION_BUDGET:
                 await cluster.set_disruption_budget(body)
-            case kinds.NETWORK_POLICY:
+            case labels.NETWORK_POLICY:
                 await cluster.create(body)  # the operator may not read the owner of one that exists
             case Checkpoint.KIND if wanted.resource_version is not None:
                 await self._change_checkpoint(body, wanted.resource_version)
@@ -198,7 +198,7 @@ class JobEffects:
                 await self._create_checkpoint(job, body)
             case _:
                 created = await cluster.create_owned(body)
-                if wanted.kind == kinds.POD and not created.existed:
+                if wanted.kind == labels.POD and not created.existed:
                     self._cache.expect(job, created.uid, created=True)
 
     async def _put_certificates(self, job: Gang, wanted: DesiredObject) -> None:
@@ -277,7 +277,7 @@ class JobEffects:
         if delete.kind == job.KIND:
             options["propagationPolicy"] = "Background"
         await self._cluster.delete(delete.kind, namespace, delete.name, delete.uid, options)
-        if delete.kind == kinds.POD:
+        if delete.kind == labels.POD:
             self._cache.expect(job, delete.uid, created=False)
         self._present.deleted(job, delete.kind, delete.name)
 

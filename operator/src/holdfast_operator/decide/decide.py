@@ -18,7 +18,7 @@ The rules apply in this order, and the first that fits decides the pass:
 14. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
 15. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
 Each pass but those of rule 2 and those that begin a round also deletes placeholders that are not needed.
-Pods that are being deleted lose Kueue's finalizer, whichever rule decides (features/queue.py).
+Pods that are being deleted lose Kueue's finalizer, whichever rule decides (queue.py).
 A pass that begins a round or chooses its restore point only emits Events besides. No pass writes the status
 more than once.
 """
@@ -28,19 +28,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.decide import (
-    beginnings,
-    failures,
-    lifecycle,
-    releases,
-    resizing,
-    rounds,
-)
-from holdfast_operator.decide.facts import times
-from holdfast_operator.decide.facts.world import World
-from holdfast_operator.decide.features import queue
-from holdfast_operator.decide.report import readability
-from holdfast_operator.decide.report.notices import with_notices
+from holdfast_operator.decide import ends, failures, lifecycle, new_rounds, queue, rounds, sizes
+from holdfast_operator.decide.conditions import unreadable_pass
+from holdfast_operator.decide.notices import with_notices
+from holdfast_operator.decide.world import World, advance, is_over, with_failure
 from holdfast_operator.decide.writes import fail_job, written
 from holdfast_operator.model.actions import (
     BeginRound,
@@ -56,13 +47,12 @@ from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.model.reasons import Reason
 
 __all__ = ["decide"]
-
 _WITHOUT_FAILURES = (
-    beginnings.resize_gang,
-    beginnings.grow_gang,
-    beginnings.shrink_gang,
-    beginnings.schedule,
-    beginnings.replace_late_pods,
+    new_rounds.resize_gang,
+    new_rounds.grow_gang,
+    new_rounds.shrink_gang,
+    new_rounds.schedule,
+    new_rounds.replace_late_pods,
     rounds.record_births,
 )
 """The rules 9 to 13. Each returns None if it does not apply."""
@@ -86,35 +76,35 @@ def _in_each_pass(world: World) -> list[Delete | ReleasePod]:
     """Return what is done to pods whichever rule decides, except in a pass that begins a round."""
     observed = world.observed
     deletes: list[Delete | ReleasePod] = []
-    deletes.extend(queue.due(world, is_over=lifecycle.is_over(observed.job.status)))
+    deletes.extend(queue.due(world, is_over=is_over(observed.job.status)))
     if observed.placeholders and not observed.unreadable:
-        deletes.extend(resizing.unneeded_placeholders(world))
+        deletes.extend(sizes.unneeded_placeholders(world))
     return deletes
 
 
 def _decide(observed: Observed, now: Now) -> Decision:
     world = World(observed)
-    memory = times.advance(world, now)
+    memory = advance(world, now)
     job = observed.job
     if job.deleting:
-        freed = releases.release_all(world, "the job is being deleted")
+        freed = ends.release_all(world, "the job is being deleted")
         return Decision.of(freed, None, "the job is being deleted", memory)
-    readable = readability.plan(world, memory, now)
+    readable = unreadable_pass(world, memory, now)
     if readable is not None:
         return readable
-    if lifecycle.is_over(job.status):
-        return beginnings.over(world, memory, now)
+    if is_over(job.status):
+        return rounds.over(world, memory, now)
     if job.status.is_true(JobCondition.SUSPENDED) or (
         job.spec.suspend and lifecycle.may_suspend_now(world)
     ):
-        return beginnings.suspended(world, memory, now)
+        return rounds.suspended(world, memory, now)
     if job.status.restart_round is None:
-        return beginnings.first_round(world, memory, now)
+        return new_rounds.first_round(world, memory, now)
     deadline = lifecycle.deadline_passed(world, now)
     if deadline is not None:
         return fail_job(world, memory, now, deadline)
     found = failures.find(world, memory, now)
-    memory = times.with_failure(memory, bool(found), now)
+    memory = with_failure(memory, bool(found), now)
     if found:
         return failures.plan(world, memory, now, found)
     done = lifecycle.completed(world, now)

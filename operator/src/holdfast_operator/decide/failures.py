@@ -13,7 +13,7 @@ Which failure
 5. A pod of this round that has not started is not a failure, whatever its node: it holds no data.
 6. A sidecar that does not answer is not a failure by itself (ADR 0007). If no sidecar of the job answers,
    the cause is probably the network, and the job waits. Otherwise the pod is replaced only if the newest
-   committed step is known to be readable without it (facts/readable.py).
+   committed step is known to be readable without it (readable.py).
 
 Which rule, and which restart (`plan`); the first that fits decides the pass
 1. No pod may be created, because a job without a store is to be suspended: its other pods stay.
@@ -24,10 +24,10 @@ Which rule, and which restart (`plan`); the first that fits decides the pass
 6. A rule of failurePolicy.rules fails the job (`rule_on`).
 7. Too many checkpoints are quarantined, or maxRestarts is spent: the job fails.
 8. The round has no restore point yet: it also replaces what was lost since (ADR 0008).
-9. The gang fails repeatedly from one step: back-off (facts/restarts.py).
+9. The gang fails repeatedly from one step: back-off (evidence.py).
 10. A new round, in place: only the pods that failures replace are new (new_rounds.py). It quarantines a
-    checkpoint after quarantineAfter failures (facts/evidence.py), and its pods avoid nodes on which workers
-    failed (facts/node_failures.py).
+    checkpoint after quarantineAfter failures (evidence.py), and its pods avoid nodes on which workers
+    failed (nodes.py).
 """
 
 from __future__ import annotations
@@ -38,17 +38,29 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.api import FailureAction, FailureRule, JobCondition
 from holdfast_core.ids import Worker
-from holdfast_core.messages.schema import CoordinatorState
-from holdfast_operator.decide import checkpoints, lifecycle, new_rounds
-from holdfast_operator.decide.facts import evidence, readable, resize, restarts, times
-from holdfast_operator.decide.facts.apart import is_full, restore_point_is_missing
-from holdfast_operator.decide.facts.departures import leaving_taint
-from holdfast_operator.decide.facts.failure import ALL_LOST_SECONDS, CANNOT_START, Failure, Ruling
-from holdfast_operator.decide.facts.times import seconds_since
-from holdfast_operator.decide.facts.world import MemberState, World
-from holdfast_operator.decide.report import recovery
-from holdfast_operator.decide.report.silence import silent_peer
-from holdfast_operator.decide.report.status import Note
+from holdfast_operator.decide import (
+    checkpoints,
+    evidence,
+    lifecycle,
+    new_rounds,
+    readable,
+    recovery,
+    sizes,
+)
+from holdfast_operator.decide.conditions import silent_peer
+from holdfast_operator.decide.evidence import ALL_LOST_SECONDS, CANNOT_START, Failure, Ruling
+from holdfast_operator.decide.lifecycle import drains, may_drain
+from holdfast_operator.decide.nodes import leaving_taint
+from holdfast_operator.decide.readable import is_full
+from holdfast_operator.decide.world import (
+    MemberState,
+    Note,
+    World,
+    again_after,
+    restore_point_is_missing,
+    seconds_since,
+    with_cause,
+)
 from holdfast_operator.decide.writes import (
     STARTING_SECONDS,
     WAITING_SECONDS,
@@ -59,15 +71,9 @@ from holdfast_operator.decide.writes import (
 )
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
 from holdfast_operator.model.job import Done, JobMemory, Now, PodPhase, PodView, Seen
-from holdfast_operator.model.rank_ends import how_it_ended
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.wording import first_cause
+from holdfast_operator.model.wording import first_cause, how_it_ended
 
-KUBELET_SECONDS = 10.0
-"""Time after the grace period of a leaving pod in which its kubelet reports that it is gone."""
-COORDINATOR_ANSWER_SECONDS = 10.0
-"""Time for the coordinator to answer an operator process that finds a pod leaving when it starts. Without it,
-the new process would seal a gang that is saving."""
 ENDING_SECONDS = 60.0
 """Time in which all pods of a gang end after the first of them has succeeded."""
 SIDECAR_SILENT_SECONDS = 90.0
@@ -99,9 +105,9 @@ class Kind:
     removed: bool = False
     """Whether its pod was deleted or evicted. Other pods of the gang may then still save and flush."""
     of_node: bool = False
-    """Whether it counts as a failure of the worker's node (facts/node_failures.py)."""
+    """Whether it counts as a failure of the worker's node (nodes.py)."""
     of_checkpoint: bool = False
-    """Whether it counts against the checkpoint that the ranks restored (facts/evidence.py)."""
+    """Whether it counts against the checkpoint that the ranks restored (evidence.py)."""
     of_another: bool = False
     """Whether ranks that fail beside it fail because of it, and not because of the checkpoint."""
     of_store: bool = False
@@ -161,7 +167,7 @@ def _status_behind(world: World) -> Iterator[str]:
 def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -> Failure | None:
     pod = member.pod
     if world.awaits_start(member):
-        return None  # it holds no data: avoidance.py replaces it in this round
+        return None  # it holds no data: nodes.py replaces it in this round
     if pod is None:
         name = world.source.gone_name(member.worker, member.birth_round)
         announced = dict(memory.announced).get(name or "")
@@ -176,7 +182,7 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
         )
     if member.node_lost:
         return _of_lost_node(world, member, pod, now)
-    if pod.leaving and _may_drain(world, pod, memory, now):
+    if pod.leaving and may_drain(world, pod, memory, now):
         return None
     if pod.disrupted or (
         pod.phase is PodPhase.FAILED and pod.reason in _EVICTED and not pod.exceeded_own_limit
@@ -331,51 +337,6 @@ def out_of_memory(pod: PodView) -> str:
     return f"its container ran out of memory at its limit of {limit}"
 
 
-def drains(world: World, memory: JobMemory, now: Now) -> bool:
-    """Return whether the gang is saving and stopping because at least one of its pods leaves."""
-    return any(
-        m.pod is not None and m.pod.leaving and _may_drain(world, m.pod, memory, now)
-        for m in world.members
-        if not m.node_lost
-    )
-
-
-def _may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
-    """Return whether a leaving pod still has time: its gang saves and stops, and its sidecar flushes.
-
-    If a new round sealed the gang before, the steps since the last save would be lost. A rank that hangs does
-    not cost the grace period: its launcher kills it earlier, and the gang then has a dead rank.
-    """
-    if world.status.restore_point is None or pod.phase is not PodPhase.RUNNING:
-        return False
-    waited = seconds_since(memory.seen_at(Seen.LEAVING, pod.uid), now)
-    state = world.coordinator
-    if state is None:
-        trains = world.status.is_true(JobCondition.RUNNING)
-        return trains and waited < COORDINATOR_ANSWER_SECONDS
-    if not state.running or state.finished or state.dead or _has_left(world, pod, state):
-        return False
-    return waited < pod.grace_seconds + KUBELET_SECONDS
-
-
-def _has_left(world: World, pod: PodView, state: CoordinatorState) -> bool:
-    """Return whether the trainer has ended and other pods have copies of the newest step.
-
-    The round then begins before the kubelet reports that the pod is gone. If several pods leave, or another
-    one is gone, the copies may have been there.
-    """
-    progress, copied = state.progress, state.last_replicated
-    return (
-        pod.trainer_exit_code is not None
-        and world.copies > 0
-        and all(m.pod is not None for m in world.members)
-        and sum(m.pod is not None and m.pod.leaving for m in world.members) == 1
-        and progress is not None
-        and copied is not None
-        and copied.step == progress.last
-    )
-
-
 def _of_ranks(world: World) -> list[Failure]:
     state = world.coordinator
     if state is None or world.status.restore_point is None:
@@ -406,7 +367,7 @@ def _of_restore(world: World, memory: JobMemory, now: Now) -> list[Failure]:
     """Return a failure if the restore point cannot be read and a new round may help.
 
     A round that waits for a missing restore point goes on by itself when the restore point is there again
-    (apart.py). It ends if ranks have ended for want of it, or if there is another checkpoint.
+    (readable.py). It ends if ranks have ended for want of it, or if there is another checkpoint.
     """
     state = world.coordinator
     if state is None or not state.cannot_restore:
@@ -452,7 +413,7 @@ def plan(world: World, memory: JobMemory, now: Now, failures: tuple[Failure, ...
     if left > 0:  # 4
         text = f"{cause.message}; further pods may be lost with it"
         return Decision.of((), left, text, memory)
-    memory = times.with_cause(memory, now)
+    memory = with_cause(memory, now)
     refused = None if disrupted else _of_first_start(world, failures)
     if refused is not None:  # 5
         return _go_back(world, memory, now, refused)
@@ -462,7 +423,7 @@ def plan(world: World, memory: JobMemory, now: Now, failures: tuple[Failure, ...
         return fail_job(world, memory, now, end)
     if taken_in:  # 8
         return _take_in(world, memory, now, ruling)
-    delay = 0.0 if disrupted else restarts.delay_seconds(world, now)
+    delay = 0.0 if disrupted else evidence.delay_seconds(world, now)
     if seconds_since(memory.failure_seen_at, now) < delay:  # 9
         return _back_off(world, memory, now, cause, delay)
     return _restart(world, memory, now, ruling)  # 10
@@ -489,7 +450,7 @@ def _await_peers(
     Most answer within milliseconds, so the status reports the wait only after
     PEERS_ANSWER_SECONDS.
     """
-    pause = times.again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
+    pause = again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
     if seconds_since(memory.failure_seen_at, now) < PEERS_ANSWER_SECONDS:
         text = f"{cause.message}; every sidecar is called to find out which of them answer"
         return Decision.of((), pause, text, memory)
@@ -541,7 +502,7 @@ def _of_first_start(world: World, failures: tuple[Failure, ...]) -> Failure | No
     The ranks have restored a checkpoint of another number of ranks, and failed by themselves or for want of
     memory before one of them had finished a step.
     """
-    if not resize.is_untried(world.status) or evidence.trained_since_restored(world):
+    if not sizes.is_untried(world.status) or evidence.trained_since_restored(world):
         return None
     oom = next((f for f in failures if f.reason is Reason.OOM_KILLED), None)
     return oom or _rank_that_failed(failures)
@@ -552,7 +513,7 @@ def _rank_that_failed(failures: tuple[Failure, ...]) -> Failure | None:
 
     Ranks that were killed from outside or ran out of memory are no evidence against the checkpoint that they
     restored, and ranks that fail beside them lost their peer. Ranks that cannot read the restore point did
-    not run from it (facts/apart.py).
+    not run from it (readable.py).
     """
     killed = (-signal.SIGKILL, -signal.SIGTERM)
     if any(KINDS[f.reason].of_another or f.exit_code in killed for f in failures):
@@ -650,7 +611,7 @@ def _with_new_pods(world: World, ruling: Ruling, matched: set[Worker]) -> Ruling
 
 
 def _blamed(ruling: Ruling) -> dict[Worker, Failure]:
-    """Return the workers whose nodes are blamed, each with its first failure (facts/node_failures.py)."""
+    """Return the workers whose nodes are blamed, each with its first failure (nodes.py)."""
     if ruling.action is FailureAction.IGNORE:
         return {}
     return {
@@ -672,14 +633,14 @@ def _end_of_job(world: World, ruling: Ruling, now: Now) -> Note | None:
     if ruling.ignored:
         return None
     id_, quarantined = ruling.failed_from, world.status.quarantined
-    due = id_ is not None and evidence.is_due(world, restarts.kept_restarts(world, now), id_)
+    due = id_ is not None and evidence.is_due(world, evidence.kept_restarts(world, now), id_)
     if due and is_full(world.status):
         text = (
             f"{len(quarantined)} checkpoints are quarantined, and ranks failed again before they had "
             f"finished a step: {newest}"
         )
         return Note(Reason.NO_PROGRESS, text)
-    if not ruling.disruption and restarts.budget_spent(world, now):
+    if not ruling.disruption and evidence.budget_spent(world, now):
         window = int(policy.window_length.total_seconds())
         return Note(
             Reason.BACKOFF_LIMIT_EXCEEDED,

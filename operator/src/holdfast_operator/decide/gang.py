@@ -8,43 +8,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from holdfast_core.api import Compression, JobCondition, PersistedStep, RestorePointStatus
-from holdfast_core.ids import RestartRound, Step, Worker
-from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round, Seal
-from holdfast_operator.decide import avoidance
-from holdfast_operator.decide.acceptance import birth_problem
-from holdfast_operator.decide.facts.apart import with_released
-from holdfast_operator.decide.facts.interval import timing
-from holdfast_operator.decide.facts.placement import domain_of, place_copies
-from holdfast_operator.decide.facts.resize import elastic_of
-from holdfast_operator.decide.facts.times import seconds_since
-from holdfast_operator.decide.facts.world import MemberState, World, worker_pod
-from holdfast_operator.decide.features import edits, queue
-from holdfast_operator.decide.features.spares import (
-    create_spares,
-    delete_lost_spares,
-    make_room,
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import Worker
+from holdfast_core.messages.schema import Seal
+from holdfast_operator.decide import queue
+from holdfast_operator.decide.nodes import (
+    avoided_for_failures,
+    avoided_nodes,
+    misplaced_pods,
+    misplaced_spares,
 )
-from holdfast_operator.decide.report.hangs import factor as hang_factor
-from holdfast_operator.model import kinds
-from holdfast_operator.model.actions import (
-    Action,
-    Call,
-    CallPath,
-    Delete,
-    DesiredObject,
-)
+from holdfast_operator.decide.spares import create_spares, delete_lost_spares, make_room
+from holdfast_operator.decide.spec import birth_problem, outdated_pods
+from holdfast_operator.decide.world import MemberState, World, seconds_since, worker_pod
+from holdfast_operator.model import labels
+from holdfast_operator.model.actions import Action, Call, CallPath, Delete, DesiredObject
 from holdfast_operator.model.job import Done, JobMemory, Now, Reachable
-from holdfast_operator.model.outgoing_round import OutgoingRound
 from holdfast_operator.render.objects import render_certificates, standing_objects
 
 COORDINATOR_SILENT_SECONDS = 10.0
 """Time without an answer after which another member becomes the coordinator."""
-ADDRESSES_EVERY_SECONDS = 1.0
-"""Shortest interval between repetitions of ROUND while members have no address yet. Without it, 4,096 pods
-that start one after another would cause 4,096 times 4,096 calls."""
 SPARES_EVERY_SECONDS = 10.0
 """Shortest interval between creates of spares in a round, which a quota may refuse."""
 
@@ -66,9 +49,9 @@ def member_actions(world: World) -> list[Action]:
         births = _births(world)
     if creatable and world.may_replace_pods:
         if unstarted:
-            actions.extend(avoidance.replacements(world) or queue.strays(world))
+            actions.extend(misplaced_pods(world) or queue.strays(world))
         known = {a.uid for a in actions if isinstance(a, Delete)}
-        actions.extend(a for a in edits.replacements(world) if getattr(a, "uid", None) not in known)
+        actions.extend(a for a in outdated_pods(world) if getattr(a, "uid", None) not in known)
     actions.extend(_leaves(world, births))
     if world.observed.job.spec.template is not None:  # else another controller creates the pods
         actions.extend(_pods(world, births))
@@ -107,12 +90,12 @@ def spare_actions(world: World, memory: JobMemory, now: Now) -> tuple[list[Actio
     actions = delete_lost_spares(world)
     creatable = birth_problem(world) is None
     if creatable and world.may_replace_pods:
-        actions.extend(avoidance.misplaced_spares(world))
+        actions.extend(misplaced_spares(world))
     last = memory.done.get(Done.SPARES_CREATED)
     recent = last is not None and now.monotonic - last < SPARES_EVERY_SECONDS
     if recent or not creatable:
         return actions, memory
-    avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
+    avoided, failed = avoided_nodes(world), avoided_for_failures(world)
     creates = create_spares(world, avoided, failed)
     if creates:
         memory = memory.with_done(Done.SPARES_CREATED, now)
@@ -139,7 +122,7 @@ def _births(world: World) -> list[MemberState]:
 
 def _pods(world: World, births: list[MemberState]) -> list[DesiredObject]:
     """Return the pods of these members."""
-    avoided, failed = avoidance.avoided_nodes(world), avoidance.avoided_for_failures(world)
+    avoided, failed = avoided_nodes(world), avoided_for_failures(world)
     group = queue.present_group(world) if births else None
     return [
         DesiredObject(worker_pod(world, m.worker, world.round, avoided, failed, group))
@@ -184,7 +167,7 @@ def delete_obsolete(world: World) -> list[Action]:
         lost = world.observed.node_lost(pod)
         if lost or not pod.terminating:
             why = f"it is not a pod of round {world.round}"
-            actions.append(Delete(kinds.POD, pod.name, pod.uid, why, force=lost))
+            actions.append(Delete(labels.POD, pod.name, pod.uid, why, force=lost))
     return actions
 
 
@@ -198,21 +181,7 @@ def delete_old_certificates(world: World) -> list[Action]:
     wanted.update(m.pod.certificates for m in present if m.pod is not None)
     why = "no pod of the gang mounts it"
     unused = sorted(world.observed.secrets - wanted)
-    return [Delete(kinds.SECRET, name, "", why) for name in unused]
-
-
-# --------------------------------------------------------------------------- coordinator
-
-
-def first_coordinator(world: World) -> Worker:
-    """Return the coordinator of a new round: the lowest survivor that answers, because it has the manifests.
-
-    Else it is the lowest survivor, else worker 0.
-    """
-    survivors = [m for m in world.members if m.birth_round < world.round and m.alive]
-    answering = [m for m in survivors if m.reachable]
-    chosen = answering or survivors or list(world.members)
-    return chosen[0].worker
+    return [Delete(labels.SECRET, name, "", why) for name in unused]
 
 
 def renamed_coordinator(world: World, now: Now) -> Worker | None:
@@ -241,167 +210,3 @@ def awaits_coordinator(world: World, memory: JobMemory, now: Now) -> bool:
         and (current.sidecar is None or current.sidecar.reachable is Reachable.UNKNOWN)
         and seconds_since(memory.round_seen_at, now) < COORDINATOR_SILENT_SECONDS
     )
-
-
-def store_host(world: World) -> Worker:
-    """Return the worker whose launcher hosts the TCPStore of the round.
-
-    It depends on the status alone, because it must not change within a round.
-    """
-    for index, birth in enumerate(world.status.members):
-        if birth < world.round:
-            return Worker(index)
-    return Worker(0)
-
-
-# --------------------------------------------------------------------------- ROUND
-
-
-@dataclass(frozen=True, slots=True)
-class RoundPlan:
-    actions: tuple[Action, ...]
-    memory: JobMemory
-    complete: bool
-    """Whether every member has acknowledged the present content, and the content has every address."""
-
-
-def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
-    """Return the ROUND messages for members that have not acknowledged the present content.
-
-    The restore point of the round must be chosen.
-    """
-    message = round_message(world)
-    digest = message.content_digest()
-    complete = all(m.address for m in message.members)
-    behind = [m for m in world.members if not _holds(m, world.round, digest)]
-    if not behind:
-        return RoundPlan((), memory, complete)
-    sent = memory.done.get(Done.ROUND_SENT)
-    if not complete and sent is not None and now.monotonic - sent < ADDRESSES_EVERY_SECONDS:
-        return RoundPlan((), memory, False)
-    outgoing = OutgoingRound(replace(message, version=_highest_version(world) + 1), digest)
-    actions = []
-    for member in behind:
-        pod = member.pod
-        if pod is None or pod.ip is None or not member.alive:
-            continue
-        if not member.sealed_for(world.round):
-            continue  # member_actions seals it first
-        actions.append(Call(CallPath.ROUND, member.worker, pod.name, pod.uid, outgoing))
-    if actions:
-        memory = memory.with_done(Done.ROUND_SENT, now)
-    return RoundPlan(tuple(actions), memory, False)
-
-
-def _holds(member: MemberState, round_: RestartRound, digest: str) -> bool:
-    """Return whether the member acknowledged this content of ROUND and its sidecar has not lost it since.
-
-    A sidecar has lost it if its container restarted, or if its inventory has version 0 for this round.
-    """
-    if member.pod is None or member.sidecar is None or member.sidecar.acked is None:
-        return False
-    acked = member.sidecar.acked
-    inventory = member.sidecar.inventory
-    forgot = (
-        inventory is not None
-        and inventory.round == round_
-        and inventory.version < acked.version
-        and inventory.version == 0
-    )
-    return (
-        acked.round == round_
-        and acked.digest == digest
-        and acked.sidecar_restarts == member.pod.sidecar_restarts
-        and not forgot
-    )
-
-
-def _highest_version(world: World) -> int:
-    versions = [0]
-    for member in world.members:
-        sidecar = member.sidecar
-        if sidecar is None:
-            continue
-        if sidecar.acked is not None and sidecar.acked.round == world.round:
-            versions.append(sidecar.acked.version)
-        if sidecar.inventory is not None and sidecar.inventory.round == world.round:
-            versions.append(sidecar.inventory.version)
-    return max(versions)
-
-
-def round_message(world: World) -> Round:
-    """Return ROUND with its present content and version 0."""
-    status = world.status
-    members = tuple(
-        Member(
-            worker=m.worker,
-            pod=world.source.identity(m.worker, m.birth_round),
-            # A leaving pod keeps its address: it still sends its shards.
-            address=m.pod.ip or "" if m.pod is not None and m.serves else "",
-        )
-        for m in world.members
-    )
-    coordinator = status.coordinator
-    return Round(
-        round=world.round,
-        version=0,
-        restore_point=restore_point_message(status.restore_point),
-        coordinator=first_coordinator(world) if coordinator is None else coordinator,
-        store_host=store_host(world),
-        workers=len(members),
-        members=members,
-        copies=place_copies(_domains(world), world.copies),
-        policy=_policy(world),
-        pinned=_pinned_steps(world),
-        quarantined=tuple(
-            RestorePoint(q.step, q.round) for q in with_released(status, world).quarantined
-        ),
-        last_persisted=_persisted_message(world.last_persisted),
-    )
-
-
-def restore_point_message(view: RestorePointStatus | None) -> RestorePoint:
-    if view is None:
-        return RestorePoint()
-    return RestorePoint(view.step, view.round, view.manifest, view.job_uid, view.job_namespace)
-
-
-def _persisted_message(view: PersistedStep | None) -> RestorePoint | None:
-    return None if view is None else RestorePoint(view.step, view.round, view.manifest)
-
-
-def _policy(world: World) -> Policy:
-    spec = world.observed.job.spec
-    checkpoint, object_ = spec.checkpoint, spec.checkpoint.object
-    hangs, stragglers = spec.failure_policy.hangs, spec.failure_policy.stragglers
-    return Policy(
-        interval_steps=checkpoint.interval.steps or 0,
-        timing=timing(world),
-        slots=checkpoint.memory.slots,
-        keep_last=checkpoint.retention.keep_last,
-        peer_copies=world.copies,
-        peer_encryption=spec.peer.encryption.value,
-        object_every_steps=None if object_ is None else object_.every.steps,
-        object_every_seconds=None if object_ is None else object_.every.seconds,
-        object_compression=(Compression.NONE if object_ is None else object_.compression).value,
-        hang_steps=hangs.effective_step_times,
-        hang_seconds=hangs.effective_seconds,
-        hang_factor=hang_factor(world.status),
-        straggler_factor=stragglers.effective_factor,
-        straggler_steps=stragglers.effective_steps,
-        shrinks=elastic_of(world.observed.job) is not None,
-    )
-
-
-def _pinned_steps(world: World) -> tuple[Step, ...]:
-    pinned = {c.spec.step for c in world.own_checkpoints if c.spec.pin and c.spec.step is not None}
-    return tuple(sorted(pinned))
-
-
-def _domains(world: World) -> tuple[str, ...]:
-    """Return the topology domain of each worker.
-
-    A worker without a node gets a domain of its own.
-    """
-    nodes = (None if m.pod is None else m.pod.node for m in world.members)
-    return tuple(domain_of(world, n) or f"?{worker}" for worker, n in enumerate(nodes))

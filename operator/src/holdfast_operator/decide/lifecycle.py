@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from datetime import timedelta
 
-from holdfast_core.api import (
-    JobCondition,
-    TrainingJobStatus,
-    changed,
+from holdfast_core.api import JobCondition, TrainingJobStatus, changed
+from holdfast_core.messages.schema import CoordinatorState, GangRequest
+from holdfast_operator.decide import readable
+from holdfast_operator.decide.checkpoints import everything_recorded, pending_commit
+from holdfast_operator.decide.evidence import Failure
+from holdfast_operator.decide.readable import stored
+from holdfast_operator.decide.sizes import may_resize
+from holdfast_operator.decide.world import (
+    Note,
+    World,
+    all_ended,
+    asked_for,
+    seconds_since,
+    set_condition,
+    stop_requested,
+    trains,
 )
-from holdfast_core.messages.schema import GangRequest
-from holdfast_operator.decide.acceptance import replacement_problem
-from holdfast_operator.decide.checkpoints import has_object, pending_commit
-from holdfast_operator.decide.facts import readable, resize
-from holdfast_operator.decide.facts.apart import stored
-from holdfast_operator.decide.facts.failure import Failure
-from holdfast_operator.decide.facts.world import World
-from holdfast_operator.decide.report.status import Note, set_condition
-from holdfast_operator.model import kinds
+from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Action, Call, CallPath, Delete
-from holdfast_operator.model.job import Now, PodPhase
+from holdfast_operator.model.job import JobMemory, Now, PodPhase, PodView, Seen
 from holdfast_operator.model.reasons import Reason
-
-EXIT_GRACE = timedelta(seconds=60)
-"""Time after the end of a complete job for its launchers to exit. Pods that still run then are deleted."""
 
 _UNTIL_THE_END = (
     JobCondition.RUNNING,
@@ -40,19 +40,6 @@ _UNTIL_THE_END = (
     JobCondition.WORKERS_MISSING,
 )
 """Conditions of a gang, which are false once the job is over or suspended."""
-
-
-def is_over(status: TrainingJobStatus) -> bool:
-    return status.is_true(JobCondition.COMPLETE) or status.is_true(JobCondition.FAILED)
-
-
-def accepted(world: World, now: Now, problem: Note | None) -> TrainingJobStatus:
-    """Return the status with condition Accepted: False for a problem, Unknown while the store is probed."""
-    note = problem or Note(Reason.ACCEPTED, "the spec can be run")
-    waiting = problem is not None and problem.reason == Reason.STORE_NOT_PROBED
-    value = None if waiting else problem is None
-    generation = world.observed.job.generation
-    return set_condition(world.status, JobCondition.ACCEPTED, value, note, now, generation)
 
 
 # --------------------------------------------------------------------------- the end
@@ -111,83 +98,11 @@ def completed(world: World, now: Now) -> TrainingJobStatus | None:
         and not state.dead
         and all(m.pod is not None and not m.pod.terminating for m in world.members)
     )
-    if not (finished or _all_ended(world)) or not everything_recorded(world):
+    if not (finished or all_ended(world)) or not everything_recorded(world):
         return None
     note = Note(Reason.COMPLETED, "every rank returned 0")
     status = changed(status, completion_time=now.utc)
     return _ended(status, world, now, JobCondition.COMPLETE, note)
-
-
-def everything_recorded(world: World) -> bool:
-    """Return whether the newest commit in the store is in the status, and its Checkpoint object exists."""
-    last = world.status.last_persisted
-    return pending_commit(world) is None and (last is None or has_object(world, last.id))
-
-
-def after_the_end(world: World, now: Now, *, kept: bool) -> list[Action]:
-    """Return deletes of the pods that a job does not need after its end, and of the job after its TTL.
-
-    Pods of members that have ended stay for their logs. Pods that still run are deleted immediately after a
-    failure, and after EXIT_GRACE if the job is complete. Pods on lost nodes, and pods that are not members,
-    are deleted immediately.
-
-    Args:
-        kept: Whether the pods of the members stay (kept_pods.py), and with them the job.
-    """
-    status = world.status
-    ended = status.completion_time or now.utc
-    failed_ = status.is_true(JobCondition.FAILED)
-    overdue = failed_ or now.elapsed_seconds(ended) >= EXIT_GRACE.total_seconds()
-    members = {m.pod.uid for m in world.members if m.pod is not None}
-    actions: list[Action] = []
-    for pod in world.observed.pods:
-        if world.is_ahead(pod):
-            continue
-        if kept and pod.uid in members:
-            continue
-        lost = world.observed.node_lost(pod)
-        running = pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
-        unwanted = pod.uid not in members or (running and overdue) or lost
-        if unwanted and (lost or not pod.terminating):
-            why = "the job is over"
-            actions.append(Delete(kinds.POD, pod.name, pod.uid, why, force=lost))
-    ttl_seconds = world.observed.job.spec.ttl_seconds_after_finished
-    if not kept and ttl_seconds is not None and now.elapsed_seconds(ended) >= ttl_seconds:
-        job, why = world.observed.job, "ttlSecondsAfterFinished has passed"
-        actions.append(Delete(job.KIND, job.name, job.uid, why))
-    return actions
-
-
-# --------------------------------------------------------------------------- resize
-
-
-def may_resize(world: World) -> bool:
-    """Return whether the gang is to have another number of workers, and nothing stands in the way."""
-    return resize.is_asked_for(world) and resize_obstacle(world) is None
-
-
-def resize_obstacle(world: World) -> Note | None:
-    """Return why the gang keeps its number of workers although the spec asks for another one, or None.
-
-    A gang that stopped while its store is away could neither save nor restore. Without a store, a gang may
-    change until one of its pods has started.
-    """
-    begun = readable.recorded_commit(world) is not None or any(
-        m.pod is not None and m.pod.started for m in world.members
-    )
-    if world.observed.job.spec.store is None and begun:
-        return Note(
-            Reason.NO_OBJECT_TIER,
-            "the job has no object store, from which the new ranks could read the shards of the old ones. "
-            f"It continues with {len(world.members)} workers. Create a new job with this number",
-        )
-    problem = replacement_problem(world)
-    if problem is not None:
-        return problem
-    healthy = world.status.condition(JobCondition.REMOTE_TIER_HEALTHY)
-    if healthy is not None and healthy.is_false:
-        return Note(Reason.STORE_UNAVAILABLE, f"the object store is away: {healthy.message}")
-    return None
 
 
 # --------------------------------------------------------------------------- suspension
@@ -244,17 +159,6 @@ def withdrawn(world: World, now: Now) -> TrainingJobStatus:
     return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
 
 
-def trains(world: World) -> bool:
-    """Return whether the gang trains with all of its members, so that it can be asked to save and stop."""
-    state = world.coordinator
-    return (
-        state is not None
-        and state.running
-        and not state.dead
-        and all(m.alive for m in world.members)
-    )
-
-
 def suspend_note(world: World) -> Note:
     """Return why a job whose spec.suspend is true is not suspended yet.
 
@@ -284,22 +188,6 @@ def suspend_note(world: World) -> Note:
     )
 
 
-def stop_requested(status: TrainingJobStatus) -> bool:
-    """Return whether the gang of this round may have been asked to save and stop.
-
-    The record, reason Stopping of condition Suspended or Resizing, is written before the gang is asked. It
-    stays until the next round begins, because the request cannot be withdrawn, and ranks that stop for it
-    return 0 although they have not finished.
-    """
-    return any(asked_for(status, kind) for kind in (JobCondition.SUSPENDED, JobCondition.RESIZING))
-
-
-def asked_for(status: TrainingJobStatus, kind: JobCondition) -> bool:
-    """Return whether this condition records that the gang was asked to save and stop."""
-    condition = status.condition(kind)
-    return condition is not None and condition.reason == Reason.STOPPING
-
-
 def stopped_and_saved(world: World) -> bool:
     """Return whether the gang has stopped, and its newest committed step is in the object store."""
     return _stopped(world) and not _unsaved(world)
@@ -327,12 +215,7 @@ def _stopped(world: World) -> bool:
     """Return whether every rank returned 0 or every pod succeeded, and every commit is recorded."""
     state = world.coordinator
     finished = state is not None and state.finished
-    return (finished or _all_ended(world)) and everything_recorded(world)
-
-
-def _all_ended(world: World) -> bool:
-    pods = [m.pod for m in world.members]
-    return bool(pods) and all(p is not None and p.phase is PodPhase.SUCCEEDED for p in pods)
+    return (finished or all_ended(world)) and everything_recorded(world)
 
 
 def _unsaved(world: World) -> bool:
@@ -367,7 +250,59 @@ def request_stop(world: World, *, job_is_over: bool = False) -> list[Action]:
 def delete_all_pods(world: World) -> list[Action]:
     """Return deletes of all pods, except those of a round above the status."""
     return [
-        Delete(kinds.POD, p.name, p.uid, "the job is suspended", world.observed.node_lost(p))
+        Delete(labels.POD, p.name, p.uid, "the job is suspended", world.observed.node_lost(p))
         for p in world.observed.pods
         if (not p.terminating or world.observed.node_lost(p)) and not world.is_ahead(p)
     ]
+
+
+KUBELET_SECONDS = 10.0
+"""Time after the grace period of a leaving pod in which its kubelet reports that it is gone."""
+COORDINATOR_ANSWER_SECONDS = 10.0
+"""Time for the coordinator to answer an operator process that finds a pod leaving when it starts. Without it,
+the new process would seal a gang that is saving."""
+
+
+def drains(world: World, memory: JobMemory, now: Now) -> bool:
+    """Return whether the gang is saving and stopping because at least one of its pods leaves."""
+    return any(
+        m.pod is not None and m.pod.leaving and may_drain(world, m.pod, memory, now)
+        for m in world.members
+        if not m.node_lost
+    )
+
+
+def may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
+    """Return whether a leaving pod still has time: its gang saves and stops, and its sidecar flushes.
+
+    If a new round sealed the gang before, the steps since the last save would be lost. A rank that hangs does
+    not cost the grace period: its launcher kills it earlier, and the gang then has a dead rank.
+    """
+    if world.status.restore_point is None or pod.phase is not PodPhase.RUNNING:
+        return False
+    waited = seconds_since(memory.seen_at(Seen.LEAVING, pod.uid), now)
+    state = world.coordinator
+    if state is None:
+        trains = world.status.is_true(JobCondition.RUNNING)
+        return trains and waited < COORDINATOR_ANSWER_SECONDS
+    if not state.running or state.finished or state.dead or _has_left(world, pod, state):
+        return False
+    return waited < pod.grace_seconds + KUBELET_SECONDS
+
+
+def _has_left(world: World, pod: PodView, state: CoordinatorState) -> bool:
+    """Return whether the trainer has ended and other pods have copies of the newest step.
+
+    The round then begins before the kubelet reports that the pod is gone. If several pods leave, or another
+    one is gone, the copies may have been there.
+    """
+    progress, copied = state.progress, state.last_replicated
+    return (
+        pod.trainer_exit_code is not None
+        and world.copies > 0
+        and all(m.pod is not None for m in world.members)
+        and sum(m.pod is not None and m.pod.leaving for m in world.members) == 1
+        and progress is not None
+        and copied is not None
+        and copied.step == progress.last
+    )

@@ -14,39 +14,54 @@ from holdfast_core.api import (
 )
 from holdfast_core.messages.schema import FinishCommit
 from holdfast_operator.decide import (
-    acceptance,
-    avoidance,
+    adoption,
     checkpoints,
+    ends,
     gang,
     lifecycle,
-    resizing,
+    new_rounds,
+    queue,
+    recovery,
+    restore_point,
+    round_message,
+    scheduling,
+    sizes,
 )
-from holdfast_operator.decide.facts import departures, scheduling, times
-from holdfast_operator.decide.facts.failure import CANNOT_START
-from holdfast_operator.decide.facts.world import World
-from holdfast_operator.decide.features import queue
-from holdfast_operator.decide.report import adoption
-from holdfast_operator.decide.report.policy import describe_wait
-from holdfast_operator.decide.report.status import Note, after_write, refresh, with_ratio
-from holdfast_operator.decide.restore import restore_point
+from holdfast_operator.decide.conditions import describe_wait
+from holdfast_operator.decide.evidence import CANNOT_START
+from holdfast_operator.decide.nodes import next_departure, waiting_note
+from holdfast_operator.decide.spec import birth_problem
+from holdfast_operator.decide.status import (
+    after_write,
+    must_write,
+    refresh,
+    refresh_kept,
+    with_ratio,
+)
+from holdfast_operator.decide.world import Note, World, again_after, set_condition, stop_requested
 from holdfast_operator.decide.writes import (
     STARTING_SECONDS,
     WAITING_SECONDS,
+    begin_round,
     committed,
     fail_job,
+    renamed,
+    with_status,
     with_status_write,
     written,
 )
-from holdfast_operator.model import kinds
+from holdfast_operator.model import labels
 from holdfast_operator.model.actions import (
     Action,
     Call,
     CallPath,
     ChooseRestorePoint,
+    CommitPersisted,
     Decision,
     Delete,
     EmitEvent,
     EventKind,
+    WriteStatus,
 )
 from holdfast_operator.model.job import JobMemory, Now, PodPhase, Seen
 from holdfast_operator.model.reasons import Reason
@@ -90,7 +105,7 @@ def choose(world: World, memory: JobMemory, now: Now) -> Decision:
     if isinstance(choice, restore_point.Wait):
         note = _refused(world) or _pod_trouble(world, memory, now) or choice.note
         actions = [*gang.standing(world), *gang.member_actions(world)]
-        pause = times.again_after(memory.round_seen_at, STARTING_SECONDS, now)
+        pause = again_after(memory.round_seen_at, STARTING_SECONDS, now)
         return with_status_write(world, memory, now, actions, note, pause)
     if isinstance(choice, restore_point.Exhausted):
         return fail_job(world, memory, now, choice.note)
@@ -138,7 +153,7 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
         status,
         restore_point=point,
         lineage=restore_point.extend_lineage(status.lineage, entry),
-        coordinator=gang.first_coordinator(world),
+        coordinator=round_message.first_coordinator(world),
         step=point.step,
         last_committed_step=own,
         last_replicated_step=None if replicated is None or own is None else min(replicated, own),
@@ -169,7 +184,7 @@ def run(world: World, memory: JobMemory, now: Now) -> Decision:
     state = world.coordinator
     running = state is not None and state.running
     actions = gang.member_actions(world)
-    rounds = gang.round_actions(world, memory, now)
+    rounds = round_message.round_actions(world, memory, now)
     actions.extend(rounds.actions)
     planned = checkpoints.plan(world, rounds.memory, now)
     actions.extend(planned.actions)
@@ -178,14 +193,14 @@ def run(world: World, memory: JobMemory, now: Now) -> Decision:
         actions.extend(gang.delete_old_certificates(world))
         spares, memory = gang.spare_actions(world, memory, now)
         actions.extend(spares)
-    placeholders, memory = resizing.new_placeholders(world, memory, now)
+    placeholders, memory = sizes.new_placeholders(world, memory, now)
     actions.extend(placeholders)
     if lifecycle.must_stop(world):
         actions.extend(lifecycle.request_stop(world))
     actions.extend(_departing(world))
     commit = checkpoints.committable(world)
     if not (rounds.complete and running):
-        requeue = times.again_after(memory.seen_at(Seen.CHOSEN), STARTING_SECONDS, now)
+        requeue = again_after(memory.seen_at(Seen.CHOSEN), STARTING_SECONDS, now)
     elif not actions and _is_undisturbed(world):
         requeue = max(RUNNING_SECONDS, world.observed.routine_seconds)
     else:
@@ -211,12 +226,12 @@ def _is_undisturbed(world: World) -> bool:
 
 def _departing(world: World) -> list[Action]:
     """Return the delete of a pod whose node will be taken away soon, and its Event."""
-    leaves = departures.next_departure(world)
-    if leaves is None or lifecycle.stop_requested(world.status):
+    leaves = next_departure(world)
+    if leaves is None or stop_requested(world.status):
         return []
     text = f"{leaves} is deleted, because the node will be taken away: the gang saves, and the worker moves"
     return [
-        Delete(kinds.POD, leaves.pod.name, leaves.pod.uid, "its node will be taken away"),
+        Delete(labels.POD, leaves.pod.name, leaves.pod.uid, "its node will be taken away"),
         EmitEvent(EventKind.NORMAL, Reason.NODE_LEAVING, text),
     ]
 
@@ -237,7 +252,7 @@ def _pod_trouble(world: World, memory: JobMemory, now: Now) -> Note | None:
 
     The note contains the problem of the spec, or the message of the kubelet or the scheduler.
     """
-    refused = acceptance.birth_problem(world)
+    refused = birth_problem(world)
     if refused is not None and any(member.pod is None for member in world.members):
         return refused
     for member in world.members:
@@ -247,7 +262,7 @@ def _pod_trouble(world: World, memory: JobMemory, now: Now) -> Note | None:
             return Note(Reason.CONTAINER_CANNOT_START, text)
     if queue.waits(world):
         return Note(Reason.WAITING_FOR_QUEUE, queue.describe_wait(world))
-    waiting = avoidance.waiting_note(world)
+    waiting = waiting_note(world)
     if waiting is not None:
         return waiting
     late = scheduling.describe_late(world, memory, now)
@@ -260,3 +275,73 @@ def _pod_trouble(world: World, memory: JobMemory, now: Now) -> Note | None:
             text += scheduling.claim_of(world.observed.job, pod)
             return Note(Reason.WAITING_FOR_PODS, text)
     return None
+
+
+def over(world: World, memory: JobMemory, now: Now) -> Decision:
+    """Return the decision about a job that has completed or failed.
+
+    A commit gets its Checkpoint object before the status records it. So an object that a user deletes after
+    the end is not created again. The create is repeated only while it fails.
+    """
+    job, status = world.observed.job, world.status
+    commit = checkpoints.pending_commit(world)
+    if commit is not None:
+        record = checkpoints.record_of(world, commit, now)
+        if record and not memory.record_refused:
+            return Decision.of(record, 0.0, "the last commit is recorded", memory)
+        status = changed(status, last_persisted=commit)
+        text = f"step {commit.step} of round {commit.round} is persisted"
+        event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, text)
+        write = CommitPersisted(job.resource_version, status)
+        return Decision.of((write, *record, event), 0.0, text, memory)
+    if status.is_true(JobCondition.PODS_KEPT):
+        status = renamed(world, now, refresh_kept(world, now, status))
+    present = World(with_status(world, status))
+    kept = ends.why_kept_after_the_end(present)
+    status = ends.with_pods_kept(status, present, kept, now)
+    actions: list[Action] = []
+    if must_write(job.status, status, memory, now, world.observed.routine_seconds):
+        actions.append(WriteStatus(job.resource_version, status))
+        memory = after_write(memory, world, now)
+    if memory.record_refused:
+        actions.extend(checkpoints.records(world, now))
+    actions.extend(
+        checkpoints.expire_requests(world, now) or checkpoints.quarantine_marks(world, now)
+    )
+    actions.extend(ends.release_all(world, "the job is over"))
+    actions.extend(ends.after_the_end(world, now, kept=kept is not None))
+    if kept is not None:
+        actions.extend(gang.seals(world))  # the members of an unsealed round answer only after it
+    if ends.is_upload_requested(kept) and status.restore_point is not None:
+        # A sidecar whose container restarts after the end needs ROUND again.
+        plan = round_message.round_actions(present, memory, now)
+        actions.extend((*plan.actions, *lifecycle.request_stop(present, job_is_over=True)))
+        memory = plan.memory
+    # Launchers leave when the version is acknowledged, and their pods end.
+    state = world.coordinator
+    acted = None if state is None or kept is not None else state.version
+    return Decision.of(actions, WAITING_SECONDS, "the job is over", memory, acted)
+
+
+def suspended(world: World, memory: JobMemory, now: Now) -> Decision:
+    job = world.observed.job
+    status = job.status
+    generation = job.generation
+    if not status.is_true(JobCondition.SUSPENDED):
+        status = recovery.interrupted(lifecycle.suspended(world, now), memory)
+        return written(world, memory, now, status, [], "the job is suspended without a save")
+    if lifecycle.must_withdraw(world):
+        status = lifecycle.withdrawn(world, now)
+        return written(world, memory, now, status, [], "the suspension is withdrawn")
+    if job.spec.suspend:
+        acted = None if world.coordinator is None else world.coordinator.version
+        freed = ends.release_all(world, "the job is suspended")
+        actions = (*lifecycle.delete_all_pods(world), *freed)
+        return Decision.of(actions, WAITING_SECONDS, "suspended", memory, acted)
+    if status.restart_round is None:
+        note = Note(Reason.RESUMED, "spec.suspend is false")
+        status = set_condition(status, JobCondition.SUSPENDED, False, note, now, generation)
+        return written(world, memory, now, status, [], "the job is resumed")
+    status = new_rounds.resumed_round(world, now)
+    event = EmitEvent(EventKind.NORMAL, Reason.RESUMED, f"round {status.restart_round} begins")
+    return begin_round(world, memory, now, status, (), event)

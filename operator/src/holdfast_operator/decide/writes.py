@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast_core.api import (
-    JobCondition,
-    PersistedStep,
-    TrainingJobStatus,
-    changed,
-)
-from holdfast_core.api import (
-    with_status as job_with_status,
-)
-from holdfast_operator.decide import checkpoints, gang, kept_pods, lifecycle, releases
-from holdfast_operator.decide.facts.world import World
-from holdfast_operator.decide.report import recovery
-from holdfast_operator.decide.report.silence import with_silence
-from holdfast_operator.decide.report.status import (
-    Note,
-    after_write,
-    compute_phase,
-    must_write,
-    refresh,
-    set_condition,
-)
-from holdfast_operator.decide.resizing import with_missing_workers, with_resizing
+from holdfast_core.api import JobCondition, PersistedStep, TrainingJobStatus, changed
+from holdfast_core.api import with_status as job_with_status
+from holdfast_operator.decide import checkpoints, ends, gang, lifecycle, recovery
+from holdfast_operator.decide.conditions import with_silence
+from holdfast_operator.decide.sizes import with_missing_workers, with_resizing
+from holdfast_operator.decide.spec import accepted
+from holdfast_operator.decide.status import after_write, compute_phase, must_write, refresh
+from holdfast_operator.decide.world import Note, World, asked_for, set_condition
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
@@ -57,10 +43,10 @@ def with_status_write(
 
     `note` is the reason and message of condition Running=False. A replaced coordinator makes a write due.
     """
-    actions = [*actions, *releases.overdue(world, memory, now)]
+    actions = [*actions, *ends.overdue(world, memory, now)]
     job = world.observed.job
     status = _with_suspend_note(world, now, job.status)
-    status = lifecycle.accepted(World(with_status(world, status)), now, None)
+    status = accepted(World(with_status(world, status)), now, None)
     status = _refreshed(status, world, memory, now, note)
     status = with_silence(status, world, now)
     reason = note.message if note is not None else f"round {world.round} runs"
@@ -139,7 +125,7 @@ def fail_job(world: World, memory: JobMemory, now: Now, note: Note) -> Decision:
         return Decision.of(records, 0.0, "the newest commit is recorded", memory)
     event = EmitEvent(EventKind.WARNING, note.reason, note.message)
     status = recovery.interrupted(lifecycle.failed(world, now, note), memory)
-    status = kept_pods.with_condition(status, world, kept_pods.why(world), now)
+    status = ends.with_pods_kept(status, world, ends.why_kept(world), now)
     return written(world, memory, now, status, [*records, event], note.message)
 
 
@@ -163,7 +149,7 @@ def _with_suspend_note(world: World, now: Now, status: TrainingJobStatus) -> Tra
         note = Note(Reason.NOT_SUSPENDED, "spec.suspend is false")
     else:
         note = lifecycle.suspend_note(world)
-    if lifecycle.asked_for(job.status, JobCondition.SUSPENDED):
+    if asked_for(job.status, JobCondition.SUSPENDED):
         note = replace(note, reason=Reason.STOPPING)
     return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
 
@@ -185,6 +171,6 @@ def _acted(world: World) -> int | None:
     is None until the status records the end of the job or its suspension (`over`, `suspended`).
     """
     state = world.coordinator
-    if state is None or state.finished or not lifecycle.everything_recorded(world):
+    if state is None or state.finished or not checkpoints.everything_recorded(world):
         return None
     return state.version

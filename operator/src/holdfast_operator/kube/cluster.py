@@ -29,7 +29,7 @@ from holdfast_core.clock import Clock, stamp
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError, ConflictError, KubeApi, NameTakenError
-from holdfast_operator.model import kinds, labels
+from holdfast_operator.model import labels
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.ownership import controller_of, whose
 
@@ -38,12 +38,12 @@ _MANAGER = {"fieldManager": labels.FIELD_MANAGER}
 JOB = "Job"
 EVENT = "Event"
 _COLLECTIONS = {
-    kinds.POD: ("api/v1", "pods"),
-    kinds.SERVICE: ("api/v1", "services"),
-    kinds.SECRET: ("api/v1", "secrets"),
+    labels.POD: ("api/v1", "pods"),
+    labels.SERVICE: ("api/v1", "services"),
+    labels.SECRET: ("api/v1", "secrets"),
     EVENT: ("api/v1", "events"),
-    kinds.NETWORK_POLICY: ("apis/networking.k8s.io/v1", "networkpolicies"),
-    kinds.DISRUPTION_BUDGET: ("apis/policy/v1", "poddisruptionbudgets"),
+    labels.NETWORK_POLICY: ("apis/networking.k8s.io/v1", "networkpolicies"),
+    labels.DISRUPTION_BUDGET: ("apis/policy/v1", "poddisruptionbudgets"),
     JOB: ("apis/batch/v1", "jobs"),
     **{
         k.KIND: (f"apis/{GROUP}/{VERSION}", k.PLURAL) for k in (*GANGS, Checkpoint, CheckpointStore)
@@ -125,7 +125,7 @@ class Cluster:
         """
         try:
             await self._api.post(
-                _path(kinds.POD, namespace),
+                _path(labels.POD, namespace),
                 body,
                 {**_MANAGER, "dryRun": "All", "fieldValidation": "Strict"},
             )
@@ -149,7 +149,7 @@ class Cluster:
 
         The operator may read Secrets in its own namespace only.
         """
-        raw = await self.get(kinds.SECRET, namespace, name)
+        raw = await self.get(labels.SECRET, namespace, name)
         if raw is None:
             return None
         return {k: base64.b64decode(v).decode() for k, v in (raw.get("data") or {}).items()}
@@ -159,13 +159,13 @@ class Cluster:
 
         The operator may list Secrets in its own namespace only.
         """
-        raw = await self._api.get(_path(kinds.SECRET, namespace), {"labelSelector": selector})
+        raw = await self._api.get(_path(labels.SECRET, namespace), {"labelSelector": selector})
         metadata = [item["metadata"] for item in raw.get("items") or []]
         return {str(m["name"]): dict(m.get("labels") or {}) for m in metadata}
 
     async def pod_is_gone(self, namespace: str, name: str, owner_uid: str) -> bool:
         """Return, by a direct read, whether this owner's pod is gone or is being deleted."""
-        pod = await self.get(kinds.POD, namespace, name)
+        pod = await self.get(labels.POD, namespace, name)
         owner = None if pod is None else controller_of(pod)
         if pod is None or owner is None or owner.uid != owner_uid:
             return True
@@ -247,7 +247,7 @@ class Cluster:
             metadata["annotations"] = {labels.RETRIABLE_IN_GROUP: "false"}
         try:
             await self._api.patch_strategic(
-                _path(kinds.POD, namespace, name), {"metadata": metadata}, _MANAGER
+                _path(labels.POD, namespace, name), {"metadata": metadata}, _MANAGER
             )
         except ApiError as error:
             if error.status not in (NOT_FOUND, CONFLICT):  # CONFLICT: the name has another uid now

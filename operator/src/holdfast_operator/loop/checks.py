@@ -19,14 +19,14 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
-from holdfast_operator.decide.acceptance import template_problem
-from holdfast_operator.decide.features.queue import wanted_group
-from holdfast_operator.decide.report.owners import NO_OWNER, other_owner, owner_of_job
+from holdfast_operator.decide.adoption import NO_OWNER, other_owner, owner_of_job
+from holdfast_operator.decide.queue import wanted_group
+from holdfast_operator.decide.spec import template_problem
 from holdfast_operator.kube.cluster import JOB, Cluster
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import Owner, OwnerView, PodView
-from holdfast_operator.model.keys import Key, gang_key
+from holdfast_operator.model.ownership import Key, gang_key
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.pod import render_pod
 from holdfast_operator.sidecars.calls import Sidecars

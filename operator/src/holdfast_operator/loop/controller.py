@@ -29,9 +29,9 @@ from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
-from holdfast_operator.decide import releases
+from holdfast_operator.decide import ends
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.features.queue import leaving
+from holdfast_operator.decide.queue import leaving
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.kube.leadership import LeaseThread
@@ -42,7 +42,7 @@ from holdfast_operator.loop.workqueue import LongPasses, WorkQueue
 from holdfast_operator.model.actions import Delete, EventKind, described
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Now, Unreadable
-from holdfast_operator.model.keys import Key, KeyKind, gang_key, store_key
+from holdfast_operator.model.ownership import Key, KeyKind, gang_key, store_key
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of
 from holdfast_operator.sidecars.calls import Sidecars
@@ -307,9 +307,9 @@ class Controller:
         deletion of the Checkpoints and of their namespace forever. Raises HoldfastError where a call
         fails; the queue then retries the key.
         """
-        for checkpoint in releases.hanging(self._cache.checkpoints.of(key.namespace, key.name)):
+        for checkpoint in ends.hanging(self._cache.checkpoints.of(key.namespace, key.name)):
             await self._effects.release_checkpoint(key.namespace, checkpoint.name, checkpoint.uid)
-            text = releases.kept_data(checkpoint, "the job that saved it no longer exists")
+            text = ends.kept_data(checkpoint, "the job that saved it no longer exists")
             if text is not None:
                 await self._events.emit(checkpoint, EventKind.WARNING, Reason.DATA_KEPT, text)
                 logs.warning(text, namespace=key.namespace)
@@ -424,7 +424,7 @@ class Controller:
 async def release_pods(cache: ClusterCache, cluster: Cluster, key: Key) -> None:
     """Remove Kueue's finalizer from deleted pods whose job has no pass: it is gone, or cannot be parsed.
 
-    The pass of the job does this for all other pods (decide/features/queue.py). Nothing else is decided about
+    The pass of the job does this for all other pods (decide/queue.py). Nothing else is decided about
     pods of jobs that are gone, because the garbage collector deletes them. Raises HoldfastError where a call
     fails; the queue then retries the key.
     """

@@ -29,7 +29,7 @@ from holdfast_operator.base import logs
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.base.threads import LoopThread
 from holdfast_operator.kube.api import KubeAccess
-from holdfast_operator.model.keys import Key, adoption_key, job_key, store_key
+from holdfast_operator.model.ownership import Key, adoption_key, job_key, store_key
 
 FIRST_DELAY_SECONDS = 1.0
 MAX_DELAY_SECONDS = 60.0

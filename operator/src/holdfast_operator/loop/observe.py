@@ -14,7 +14,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.ids import FIRST_SPARE, Worker
 from holdfast_core.names import job_prefix
 from holdfast_operator.apply.effects import Present
-from holdfast_operator.model.installation import SidecarSettings
+from holdfast_operator.model.installation import SidecarSettings, routine_seconds
 from holdfast_operator.model.job import (
     JobMemory,
     NodeView,
@@ -23,11 +23,10 @@ from holdfast_operator.model.job import (
     PodView,
     StoreView,
     Unreadable,
+    store_view,
 )
-from holdfast_operator.model.keys import gang_key
+from holdfast_operator.model.ownership import gang_key
 from holdfast_operator.model.pod_source import pod_source
-from holdfast_operator.model.routine import routine_seconds
-from holdfast_operator.model.store_view import store_view
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.watch.cache import ClusterCache
 

@@ -26,10 +26,10 @@ from holdfast_core.contract import STORE_DIR, StoreConfig
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import NameTakenError
 from holdfast_operator.kube.cluster import Cluster, Events
-from holdfast_operator.model import kinds, labels
+from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
+from holdfast_operator.model.job import store_config, store_view
 from holdfast_operator.model.ownership import PROBE_PREFIX
-from holdfast_operator.model.store_view import store_config, store_view
 from holdfast_operator.render.objects import owner_reference
 from holdfast_operator.render.pod import HOLDFAST_GROUP, store_sources
 from holdfast_operator.watch.cache import ClusterCache
@@ -338,7 +338,7 @@ class Stores:
     async def _remove(self, pod: ProbePod) -> None:
         self._first_seen.pop(pod.uid, None)
         if not pod.terminating:
-            await self._cluster.delete(kinds.POD, pod.namespace, pod.name, pod.uid)
+            await self._cluster.delete(labels.POD, pod.namespace, pod.name, pod.uid)
 
     async def _write(self, store: CheckpointStore, result: ProbeResult) -> None:
         status = store_status(store, result, self._clock.utc_now())

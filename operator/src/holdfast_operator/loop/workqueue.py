@@ -15,7 +15,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from holdfast_core.clock import Clock
-from holdfast_operator.model.keys import Key
+from holdfast_operator.model.ownership import Key
 
 K = TypeVar("K", bound=Hashable)
 

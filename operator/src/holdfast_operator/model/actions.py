@@ -1,5 +1,12 @@
 """What a decision consists of. `apply` is the only place that carries it out.
 
+ROUND as all members of a gang receive it, encoded and digested once. Pure.
+
+For 4,096 workers ROUND has 0.4 MB. The operator sends it to each of them, so that an encoding and a digest
+for each member would take six minutes of its CPU.
+
+What a decision consists of. `apply` is the only place that carries it out.
+
 1. At most one write of the job's status, with the resourceVersion that the decision is based on.
 2. Whole objects, which are created or compared with the ones of their names.
 3. Deletes, each with the uid that must be deleted and the reason.
@@ -14,14 +21,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, assert_never
 
 from holdfast_core.api import TrainingJobStatus
-from holdfast_core.ids import Worker
+from holdfast_core.ids import Digest, Worker
+from holdfast_core.messages.codec import dumps
+from holdfast_core.messages.operator import Round
 from holdfast_core.messages.schema import FinishCommit, GangRequest, Prune, Seal
-from holdfast_operator.model import kinds
+from holdfast_operator.model import labels
 from holdfast_operator.model.job import JobMemory
-from holdfast_operator.model.outgoing_round import OutgoingRound
+
+
+@dataclass(frozen=True)
+class OutgoingRound:
+    """One version of ROUND. The members' sends share the object."""
+
+    message: Round
+    digest: Digest
+    """`message.content_digest()`."""
+
+    @classmethod
+    def of(cls, message: Round) -> OutgoingRound:
+        return cls(message, message.content_digest())
+
+    @cached_property
+    def body(self) -> bytes:
+        """The encoded message."""
+        return dumps(self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +176,7 @@ class ReleasePod:
     """Precondition: a pod of this name with another uid is left alone."""
     ends_group: bool
     """Whether Kueue may finish the pod's group: no pod of it will be replaced."""
-    kind = kinds.POD
+    kind = labels.POD
 
 
 class EventKind(StrEnum):

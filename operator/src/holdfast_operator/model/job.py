@@ -1,10 +1,14 @@
 """The state of one job as the operator observed it, in frozen values.
 
+The state of one job as the operator observed it, in frozen values.
+
 `observe` assembles an `Observed` from the reflectors' caches and the replies of sidecars. `decide` reads
 nothing else, and returns the actions in `actions`. Nothing here reads a clock, the environment or the API.
 
 A time of type float, named `_at` or `_since`, is in monotonic seconds of this operator process, and may be
 missing after a restart of the operator. A stamp of type datetime is in UTC and decides no order (R30).
+
+What passes over jobs see of a CheckpointStore. Pure.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
+from urllib.parse import urlsplit
 
-from holdfast_core.api import Checkpoint, Gang, TrainingJob
+from holdfast_core.api import Checkpoint, CheckpointStore, Gang, StoreCondition, TrainingJob
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
@@ -600,3 +605,33 @@ class Observed:
         if sidecar is None:
             return pod.ip is None and node.is_silent
         return sidecar.reachable is Reachable.NO
+
+
+def store_config(store: CheckpointStore) -> StoreConfig:
+    """Return the store's configuration as sidecars receive it. The CRD has validated the endpoint."""
+    s3, features = store.spec.s3, store.status.features
+    url = urlsplit(s3.endpoint)
+    return StoreConfig(
+        endpoint=url.netloc,
+        secure=url.scheme == "https",
+        bucket=s3.bucket,
+        prefix=s3.prefix,
+        region=s3.region,
+        part_size_mib=s3.part_size_mib,
+        max_concurrency=s3.max_concurrency,
+        conditional_put=features is None or features.conditional_put is not False,
+    )
+
+
+def store_view(store: CheckpointStore) -> StoreView:
+    s3 = store.spec.s3
+    answered = store.status.observed_generation == store.generation
+    condition = store.status.condition(StoreCondition.AVAILABLE)
+    return StoreView(
+        name=store.name,
+        config=store_config(store),
+        credentials_secret=s3.credentials_secret_ref.name,
+        ca_secret=None if s3.ca_secret_ref is None else s3.ca_secret_ref.name,
+        available=store.available if answered else None,
+        message="" if condition is None else condition.message,
+    )

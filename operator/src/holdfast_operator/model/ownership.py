@@ -1,22 +1,27 @@
-"""Find the TrainingJob or CheckpointStore that an object belongs to, by its controller reference. Pure.
+"""Which object an object belongs to, and the keys of the work queue. Pure.
+
+Find the TrainingJob or CheckpointStore that an object belongs to, by its controller reference. Pure.
 
 Labels do not prove ownership: any user who may create pods can copy a label, and a job's uid is public
 (ADR 0002). A pod is a worker of a job if it is in the job's namespace, its controller reference has the
 job's kind and uid, and its name is one that the operator gives to a worker of that job.
+
+Keys of the work queue. A key identifies one object and holds none of its content.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from holdfast_core.api import GROUP, CheckpointStore, TrainingJob
+from holdfast_core.api import GROUP, CheckpointAdoption, CheckpointStore, Gang, TrainingJob
 from holdfast_core.contract import SIDECAR_CONTAINER
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.names import parse_placeholder_name, parse_pod_name, worker_name
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import Owner
+from holdfast_operator.model.job import Owner, Unreadable
 
 PROBE_PREFIX = "holdfast-probe-"
 """Prefix of the names of store probe pods."""
@@ -120,3 +125,37 @@ def whose(raw: Mapping[str, Any]) -> str:
                 "controls it"
             )
     return "it has no controller"
+
+
+class KeyKind(StrEnum):
+    JOB = "job"
+    ADOPTION = "adoption"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    kind: KeyKind
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.namespace}/{self.name}"
+
+
+def job_key(namespace: str, name: str) -> Key:
+    return Key(KeyKind.JOB, namespace, name)
+
+
+def adoption_key(namespace: str, name: str) -> Key:
+    return Key(KeyKind.ADOPTION, namespace, name)
+
+
+def gang_key(gang: Gang | Unreadable) -> Key:
+    """Return the key of a TrainingJob or a CheckpointAdoption."""
+    kind = KeyKind.ADOPTION if gang.kind == CheckpointAdoption.KIND else KeyKind.JOB
+    return Key(kind, gang.namespace, gang.name)
+
+
+def store_key(namespace: str, name: str) -> Key:
+    return Key(KeyKind.STORE, namespace, name)

@@ -29,7 +29,7 @@ from holdfast_core.names import (
     pod_name,
     worker_name,
 )
-from holdfast_operator.model import kinds
+from holdfast_operator.model import labels
 from holdfast_operator.model.job import PodView
 
 
@@ -228,7 +228,7 @@ class AdoptedPods:
         return changed(status, pods=tuple(records[w] for w in sorted(records)))
 
     def may_put(self, kind: str) -> bool:
-        return kind in (kinds.SECRET, Checkpoint.KIND)
+        return kind in (labels.SECRET, Checkpoint.KIND)
 
     def may_delete(self, kind: str) -> bool:
-        return kind not in (kinds.POD, kinds.SECRET)
+        return kind not in (labels.POD, labels.SECRET)

@@ -17,7 +17,7 @@ from holdfast_core.api import (
 from holdfast_core.contract import CONTROL_PORT, METRICS_PORT
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.names import service_name
-from holdfast_operator.model import kinds, labels
+from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings, WorkerNetwork
 from holdfast_operator.model.job import PodGroup
 
@@ -88,7 +88,7 @@ def _metadata(job: Gang, name: str) -> dict[str, Any]:
 def render_service(job: Gang) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
-        "kind": kinds.SERVICE,
+        "kind": labels.SERVICE,
         "metadata": _metadata(job, service_name(job.name, job.uid)),
         "spec": {
             "clusterIP": "None",
@@ -113,7 +113,7 @@ def render_network_policy(job: Gang, network: WorkerNetwork) -> dict[str, Any]:
         metrics["from"] = list(network.metrics_from)
     return {
         "apiVersion": "networking.k8s.io/v1",
-        "kind": kinds.NETWORK_POLICY,
+        "kind": labels.NETWORK_POLICY,
         "metadata": _metadata(job, service_name(job.name, job.uid)),
         "spec": {
             "podSelector": workers,
@@ -130,7 +130,7 @@ def render_network_policy(job: Gang, network: WorkerNetwork) -> dict[str, Any]:
 def render_disruption_budget(job: Gang, workers: int) -> dict[str, Any]:
     return {
         "apiVersion": "policy/v1",
-        "kind": kinds.DISRUPTION_BUDGET,
+        "kind": labels.DISRUPTION_BUDGET,
         "metadata": _metadata(job, service_name(job.name, job.uid)),
         "spec": {
             # For pods without a scale subresource, Kubernetes accepts a number of minAvailable only
@@ -157,7 +157,7 @@ def render_secret(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return an immutable Secret without its data, which only the edge has."""
     return {
         "apiVersion": "v1",
-        "kind": kinds.SECRET,
+        "kind": labels.SECRET,
         "type": "Opaque",
         "immutable": True,
         "metadata": dict(metadata),

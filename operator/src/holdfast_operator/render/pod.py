@@ -48,12 +48,11 @@ from holdfast_core.names import (
     pod_name,
     service_name,
 )
-from holdfast_operator.model import kinds, labels
+from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import PodGroup, StoreView
 from holdfast_operator.model.pod_source import certificates_prefix
-from holdfast_operator.model.template.grace import grace_of
-from holdfast_operator.model.template.parts import part_digests, to_annotation
+from holdfast_operator.model.template import grace_of, part_digests, to_annotation
 from holdfast_operator.render.objects import (
     certificate_items,
     group_annotations,
@@ -152,7 +151,7 @@ def render_pod(
     }
     annotations[labels.RENDERED_FROM] = to_annotation(part_digests(job))
     metadata["annotations"] = annotations
-    return {"apiVersion": "v1", "kind": kinds.POD, "metadata": metadata, "spec": spec}
+    return {"apiVersion": "v1", "kind": labels.POD, "metadata": metadata, "spec": spec}
 
 
 # --------------------------------------------------------------------------- trainer

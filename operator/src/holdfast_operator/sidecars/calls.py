@@ -28,10 +28,9 @@ from holdfast_core.messages.schema import (
     Refusal,
     Seal,
 )
-from holdfast_operator.model.actions import Call, CallPath
+from holdfast_operator.model.actions import Call, CallPath, OutgoingRound
 from holdfast_operator.model.job import AckedRound, PodView, Reachable, SidecarView
-from holdfast_operator.model.keys import Key
-from holdfast_operator.model.outgoing_round import OutgoingRound
+from holdfast_operator.model.ownership import Key
 from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused, Target
 from holdfast_operator.sidecars.limits import Allowance, CallSlots
 from holdfast_operator.sidecars.poll import CoordinatorPolls

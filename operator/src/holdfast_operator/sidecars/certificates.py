@@ -32,7 +32,7 @@ from holdfast_core.net.tls import load_leaf
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.model import kinds, labels
+from holdfast_operator.model import labels
 from holdfast_operator.render.objects import certificate_items, render_secret
 
 NOT_BEFORE = datetime(1970, 1, 1, tzinfo=UTC)
@@ -163,7 +163,7 @@ class Certificates:
     async def forget(self, job_uid: JobUid) -> None:
         """Delete the authority of a job that is gone. Raises ApiError."""
         async with self._lock(job_uid):
-            await self._cluster.delete(kinds.SECRET, self._namespace, ca_secret_name(job_uid))
+            await self._cluster.delete(labels.SECRET, self._namespace, ca_secret_name(job_uid))
             self._authorities.pop(job_uid, None)
             self._clients.pop(job_uid, None)
         self._locks.pop(job_uid, None)
@@ -249,7 +249,7 @@ class Certificates:
         try:
             await self._require(job)
         except JobGoneError:
-            await self._cluster.delete(kinds.SECRET, self._namespace, ca_secret_name(job.uid))
+            await self._cluster.delete(labels.SECRET, self._namespace, ca_secret_name(job.uid))
             raise
         return authority
 

@@ -16,9 +16,9 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, Worker
 from holdfast_core.messages.schema import CoordinatorState, Refusal
+from holdfast_operator.model.installation import routine_seconds
 from holdfast_operator.model.job import PodView
-from holdfast_operator.model.keys import Key
-from holdfast_operator.model.routine import routine_seconds
+from holdfast_operator.model.ownership import Key
 from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused
 from holdfast_operator.sidecars.limits import CallSlots
 from holdfast_operator.sidecars.state import Answers, JobCalls, PodCalls, back_off_seconds

@@ -32,7 +32,7 @@ from holdfast_operator.model.job import (
     Reachable,
     SidecarView,
 )
-from holdfast_operator.model.keys import Key
+from holdfast_operator.model.ownership import Key
 from holdfast_operator.sidecars.client import SidecarRefused, Target
 from holdfast_operator.sidecars.limits import Allowance, Standing
 

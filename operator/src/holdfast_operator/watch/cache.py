@@ -29,9 +29,8 @@ from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import NodeView, PodView, Unreadable
-from holdfast_operator.model.keys import Key, KeyKind, gang_key, job_key, store_key
-from holdfast_operator.model.store_view import store_view
+from holdfast_operator.model.job import NodeView, PodView, Unreadable, store_view
+from holdfast_operator.model.ownership import Key, KeyKind, gang_key, job_key, store_key
 from holdfast_operator.watch.indexes import Index, JobIndex, PodIndex, key_of, unreadable_index
 from holdfast_operator.watch.nodes import NodeCache, NodeLeases
 from holdfast_operator.watch.records import (

@@ -20,7 +20,7 @@ from holdfast_core.api import Checkpoint, CheckpointStore, Gang, TrainingJob
 from holdfast_core.ids import JobUid
 from holdfast_operator.base import logs
 from holdfast_operator.model.job import PodView, Unreadable
-from holdfast_operator.model.keys import Key, adoption_key, gang_key, job_key, store_key
+from holdfast_operator.model.ownership import Key, adoption_key, gang_key, job_key, store_key
 from holdfast_operator.watch.records import ForeignPod, ManagedPod, ProbePod, WorkerPod
 
 T = TypeVar("T")

@@ -33,17 +33,19 @@ from holdfast_operator.model.job import (
     Unreadable,
     tolerated_taints,
 )
-from holdfast_operator.model.keys import Key, adoption_key, job_key
 from holdfast_operator.model.ownership import (
+    Key,
     WorkerIdentity,
     adopted_identity,
+    adoption_key,
     controller_of,
+    job_key,
     other_controller,
     probed_store,
     whose,
     worker_identity,
 )
-from holdfast_operator.model.template.parts import from_annotation
+from holdfast_operator.model.template import from_annotation
 
 MAX_VALUE_CHARACTERS = 80
 MAX_PROBLEM_CHARACTERS = 500

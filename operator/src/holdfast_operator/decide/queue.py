@@ -23,8 +23,8 @@ from collections.abc import Iterable
 from holdfast_core.api import Gang, JobCondition, TrainingJob, TrainingJobStatus, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import pod_group_name
-from holdfast_operator.decide.facts.world import MemberState, World, has_no_gang
-from holdfast_operator.model import kinds, labels
+from holdfast_operator.decide.world import MemberState, World, has_no_gang
+from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Action, Delete, ReleasePod
 from holdfast_operator.model.job import Now, PodGroup, PodPhase, PodView, queue_of
 from holdfast_operator.model.reasons import Reason
@@ -92,7 +92,7 @@ def strays(world: World) -> list[Action]:
         return []
     group = present_group(world)
     return [
-        Delete(kinds.POD, pod.name, pod.uid, "it is not in the present pod group")
+        Delete(labels.POD, pod.name, pod.uid, "it is not in the present pod group")
         for member, pod in _waiting(world)
         if not pod.terminating and not member.node_lost and _key(pod.group) != _key(group)
     ]

@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from holdfast_core.api import JobCondition, PromotedSpare, SparesStatus, TrainingJobStatus, changed
 from holdfast_core.ids import FIRST_SPARE, MAX_SPARES, RestartRound, Worker
 from holdfast_core.names import pod_name
-from holdfast_operator.decide.facts.departures import leaving_taint
-from holdfast_operator.decide.facts.failure import CANNOT_START
-from holdfast_operator.decide.facts.node_failures import failed_nodes
-from holdfast_operator.decide.facts.placement import domain_of
-from holdfast_operator.decide.facts.world import MemberState, World, has_no_gang, worker_pod
-from holdfast_operator.model import kinds
+from holdfast_operator.decide.evidence import CANNOT_START
+from holdfast_operator.decide.nodes import domain_of, failed_nodes, leaving_taint
+from holdfast_operator.decide.world import MemberState, World, has_no_gang, worker_pod
+from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Action, Delete, DesiredObject
 from holdfast_operator.model.job import Now, PodPhase
 from holdfast_operator.model.reasons import Reason
@@ -181,7 +179,11 @@ def delete_lost_spares(world: World) -> list[Action]:
     """Return deletes of the spares that have ended or are on a lost node."""
     return [
         Delete(
-            kinds.POD, s.pod.name, s.pod.uid, "the spare has ended or its node is lost", s.node_lost
+            labels.POD,
+            s.pod.name,
+            s.pod.uid,
+            "the spare has ended or its node is lost",
+            s.node_lost,
         )
         for s in world.spares
         if s.pod is not None and (s.node_lost or (s.pod.ended and not s.pod.terminating))
@@ -194,7 +196,7 @@ def make_room(world: World) -> list[Action]:
         return []
     return [
         Delete(
-            kinds.POD, s.pod.name, s.pod.uid, "a worker needs the room of the spare", s.node_lost
+            labels.POD, s.pod.name, s.pod.uid, "a worker needs the room of the spare", s.node_lost
         )
         for s in world.spares
         if s.pod is not None and (s.node_lost or not s.pod.terminating)

@@ -1,9 +1,16 @@
-"""Derived facts of an Observed that several rules need. Pure: it returns no actions."""
+"""What a pass over one job knows, and facts of it that several rules need. Pure: it returns no actions.
+
+Derived facts of an Observed that several rules need. Pure: it returns no actions.
+
+Update the memory that an operator process keeps between passes (JobMemory). Pure.
+
+Only waits and measured durations depend on it. They start again after a restart of the operator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, count
 from typing import Any
@@ -19,15 +26,20 @@ from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Step, Wor
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import another_secret_name
 from holdfast_operator.model.job import (
+    JobMemory,
+    Now,
     Observed,
     PodGroup,
+    PodPhase,
     PodView,
     Reachable,
+    Seen,
     SidecarView,
     queue_of,
 )
 from holdfast_operator.model.pod_source import PodSource, pod_source
-from holdfast_operator.model.template.shape import pod_spec
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.template import pod_spec
 from holdfast_operator.render.pod import render_pod
 
 ENDS_OF_GANG = (JobCondition.SUSPENDED, JobCondition.COMPLETE, JobCondition.FAILED)
@@ -457,3 +469,214 @@ def back_to(step: Step, lineage: tuple[LineageEntry, ...]) -> tuple[LineageEntry
     while kept and kept[-1].base is not None and kept[-1].base.step < step:
         kept.pop()
     return tuple(kept)
+
+
+MAX_MESSAGE_CHARACTERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Reason and message of a condition."""
+
+    reason: str
+    message: str
+
+
+def set_condition(
+    status: TrainingJobStatus,
+    kind: JobCondition,
+    value: bool | None,
+    note: Note,
+    now: Now,
+    generation: int,
+) -> TrainingJobStatus:
+    """Return the status with that condition. Its transition time changes only if its value changes.
+
+    The message is cut to MAX_MESSAGE_CHARACTERS.
+    """
+    message = note.message[:MAX_MESSAGE_CHARACTERS]
+    return status.with_condition(kind, value, note.reason, message, now.utc, generation)
+
+
+# --------------------------------------------------------------------------- missing
+
+
+def restore_point_is_missing(world: World) -> bool:
+    """Return whether no place has a good copy of a part of the restore point."""
+    state = world.coordinator
+    return state is not None and bool(state.cannot_restore) and not state.restore_may_succeed
+
+
+def is_over(status: TrainingJobStatus) -> bool:
+    return status.is_true(JobCondition.COMPLETE) or status.is_true(JobCondition.FAILED)
+
+
+def trains(world: World) -> bool:
+    """Return whether the gang trains with all of its members, so that it can be asked to save and stop."""
+    state = world.coordinator
+    return (
+        state is not None
+        and state.running
+        and not state.dead
+        and all(m.alive for m in world.members)
+    )
+
+
+def stop_requested(status: TrainingJobStatus) -> bool:
+    """Return whether the gang of this round may have been asked to save and stop.
+
+    The record, reason Stopping of condition Suspended or Resizing, is written before the gang is asked. It
+    stays until the next round begins, because the request cannot be withdrawn, and ranks that stop for it
+    return 0 although they have not finished.
+    """
+    return any(asked_for(status, kind) for kind in (JobCondition.SUSPENDED, JobCondition.RESIZING))
+
+
+def asked_for(status: TrainingJobStatus, kind: JobCondition) -> bool:
+    """Return whether this condition records that the gang was asked to save and stop."""
+    condition = status.condition(kind)
+    return condition is not None and condition.reason == Reason.STOPPING
+
+
+def all_ended(world: World) -> bool:
+    pods = [m.pod for m in world.members]
+    return bool(pods) and all(p is not None and p.phase is PodPhase.SUCCEEDED for p in pods)
+
+
+LONGEST_PAUSE_SECONDS = 5.0
+_OF_JOB = frozenset({Seen.ANSWERING, Seen.UNSCHEDULED, Seen.BOUND, Seen.DELETING})
+"""States that may outlast a round. The others are seen anew in each round."""
+_OF_ROUND = frozenset({Seen.SEALED, Seen.SCHEDULED, Seen.CHOSEN})
+"""States that are known until the round ends, even if they do not hold any more."""
+
+
+def advance(world: World, now: Now) -> JobMemory:
+    """Return the memory for this pass.
+
+    States that are seen for the first time get the time of this pass. What belongs to an older round is
+    dropped.
+    """
+    memory = old = world.observed.memory
+    round_, at = world.status.restart_round, now.monotonic
+    if old.round != round_ or old.round_seen_at is None:
+        memory = JobMemory(
+            round=round_,
+            round_seen_at=at,
+            seen={k: t for k, t in old.seen.items() if k[0] in _OF_JOB},
+            begun={r: t for r, t in old.begun.items() if r == round_},
+            levels_written_at=old.levels_written_at,
+            counted_at=old.counted_at,
+            save_requests=old.save_requests,
+        )
+    kept = {k: t for k, t in memory.seen.items() if k[0] in _OF_ROUND}
+    memory = replace(
+        memory,
+        seen=kept | {k: memory.seen.get(k, at) for k in _holding(world, memory)},
+        announced=_announced(world, memory),
+        unstarted=world.unstarted,
+    )
+    if round_ is None:
+        return memory
+    if memory.counted_at is None:
+        memory = replace(memory, counted_at=at)
+    trained = _trained(world)
+    if trained is not None and (memory.progress is None or trained != memory.progress[0]):
+        memory = replace(memory, progress=(trained, at))
+    return _with_copies(memory, world, now)
+
+
+def _holding(world: World, memory: JobMemory) -> Iterator[tuple[Seen, str]]:
+    """Yield the states that hold now, each with the uid of its object or ""."""
+    members, observed, round_ = world.members, world.observed, world.status.restart_round
+    pods = [m.pod for m in members if m.pod is not None]
+    succeeded = sum(p.phase is PodPhase.SUCCEEDED for p in pods)
+    waiting = bool(world.unscheduled)
+    states = {
+        Seen.ANSWERING: any(m.reachable for m in members),
+        Seen.UNSCHEDULED: waiting,
+        Seen.LACKING: waiting and not world.nodes_become_free,
+        Seen.AVOIDING: any(p.unscheduled and p.failed_nodes for p in pods),
+        Seen.ROOM: bool(world.placeholders_with_nodes),
+        Seen.ENDING: 0 < succeeded < len(members),
+        Seen.MISSING: restore_point_is_missing(world),
+        # A member without a pod has nothing to seal: another controller creates its pod when it likes.
+        Seen.SEALED: round_ is not None
+        and memory.seen_at(Seen.SEALED) is None
+        and all(m.pod is None or m.sealed_for(round_) for m in members),
+        Seen.SCHEDULED: round_ is not None
+        and memory.seen_at(Seen.SCHEDULED) is None
+        and all(m.pod is not None and (m.pod.sidecar_started or m.reachable) for m in members),
+        Seen.CHOSEN: round_ is not None and world.status.restore_point is not None,
+    }
+    yield from ((state, "") for state, holds in states.items() if holds)
+    for pod in observed.pods:
+        if pod.leaving:
+            yield Seen.LEAVING, pod.uid
+        if pod.node is not None and pod.alive and not pod.started:
+            yield Seen.BOUND, pod.uid
+    yield from (
+        (Seen.DELETING, c.uid) for c in observed.checkpoints if c.deleting and c.has_finalizer
+    )
+
+
+def _announced(world: World, memory: JobMemory) -> tuple[tuple[str, str], ...]:
+    announced = dict(memory.announced)
+    announced.update((pod.name, pod.disruption) for pod in world.observed.pods if pod.disrupted)
+    return tuple(announced.items())
+
+
+def _with_copies(memory: JobMemory, world: World, now: Now) -> JobMemory:
+    """Measure how long a step takes from its local commit until all of its copies are durable."""
+    state = world.coordinator
+    copies = world.copies
+    newest = None if state is None or state.last_local is None else state.last_local.step
+    if state is None or newest is None or copies <= 0:
+        return memory
+    copied = None if state.last_replicated is None else state.last_replicated.step
+    if memory.copying is not None and copied is not None and copied >= memory.copying[0]:
+        took = now.monotonic - memory.copying[1]
+        longest = max(memory.flush_seconds, took)
+        memory = replace(memory, copying=None, flush_seconds=longest)
+    if memory.copying is None and (copied is None or newest > copied):
+        memory = replace(memory, copying=(newest, now.monotonic))
+    return memory
+
+
+def _trained(world: World) -> int | None:
+    state = world.coordinator
+    return None if state is None or state.progress is None else state.progress.total_steps
+
+
+def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:
+    """Set the time at which a failure was first seen, or clear it if there is no failure any more."""
+    if not failing:
+        return replace(
+            memory,
+            failure_seen_at=None,
+            cause_known_at=None,
+            sound_at=now.monotonic,
+        )
+    if memory.failure_seen_at is None:
+        return replace(memory, failure_seen_at=now.monotonic)
+    return memory
+
+
+def with_cause(memory: JobMemory, now: Now) -> JobMemory:
+    """Set the time at which it was first known what is lost, that is, no further evidence is waited for."""
+    if memory.cause_known_at is not None:
+        return memory
+    return replace(memory, cause_known_at=now.monotonic)
+
+
+def again_after(since: float | None, shortest: float, now: Now) -> float:
+    """Return the seconds until the next pass of a wait that began at `since`.
+
+    The result is a tenth of the wait's age, between `shortest` and LONGEST_PAUSE_SECONDS. Events cause
+    earlier passes.
+    """
+    return min(max(seconds_since(since, now) / 10, shortest), LONGEST_PAUSE_SECONDS)
+
+
+def seconds_since(start: float | None, now: Now) -> float:
+    """Return the seconds since `start`, or 0 if `start` is None."""
+    return 0.0 if start is None else now.monotonic - start

@@ -22,16 +22,14 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.contract import NODE_VOLUME
-from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.apart import stored
-from holdfast_operator.decide.facts.node_failures import MAX_NODES, failed_nodes
-from holdfast_operator.decide.facts.restarts import share_of
-from holdfast_operator.decide.facts.times import seconds_since
-from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide import readable
+from holdfast_operator.decide.evidence import share_of
+from holdfast_operator.decide.nodes import MAX_NODES, failed_nodes
+from holdfast_operator.decide.readable import stored
+from holdfast_operator.decide.world import MemberState, World, seconds_since
 from holdfast_operator.model.job import JobMemory, Now, PodView, Seen
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.template.isolation import items_of
-from holdfast_operator.model.template.shape import pod_spec
+from holdfast_operator.model.template import items_of, pod_spec
 from holdfast_operator.model.wording import first_of
 
 FIRST_BACK_OFF_SECONDS = 60.0

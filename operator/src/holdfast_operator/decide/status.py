@@ -7,7 +7,7 @@ pass contains all changes. A change of levels alone is written at most every LEV
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast_core.api import (
     CheckpointStore,
@@ -19,48 +19,26 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure, RestorePoint
-from holdfast_operator.decide.facts.departures import with_leaving_nodes
-from holdfast_operator.decide.facts.resize import wanted_workers
-from holdfast_operator.decide.facts.scheduling import with_scheduling
-from holdfast_operator.decide.facts.world import World, has_no_gang
-from holdfast_operator.decide.features.edits import with_spec_applied
-from holdfast_operator.decide.features.queue import with_queue
-from holdfast_operator.decide.features.spares import with_spares, with_spares_ready
-from holdfast_operator.decide.report import recovery
-from holdfast_operator.decide.report.adoption import with_adoption
-from holdfast_operator.decide.report.hangs import with_passed_hangs
-from holdfast_operator.decide.report.policy import with_missing, with_policy
-from holdfast_operator.decide.report.stragglers import with_stragglers
+from holdfast_operator.decide import recovery
+from holdfast_operator.decide.adoption import with_adoption
+from holdfast_operator.decide.conditions import (
+    with_missing,
+    with_passed_hangs,
+    with_policy,
+    with_stragglers,
+)
+from holdfast_operator.decide.nodes import with_leaving_nodes
+from holdfast_operator.decide.queue import with_queue
+from holdfast_operator.decide.scheduling import with_scheduling
+from holdfast_operator.decide.sizes import wanted_workers
+from holdfast_operator.decide.spares import with_spares, with_spares_ready
+from holdfast_operator.decide.spec import with_spec_applied
+from holdfast_operator.decide.world import Note, World, has_no_gang, set_condition
 from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 
 LEVELS_EVERY_SECONDS = 10.0
 """Shortest interval between writes of levels. Otherwise each step of each job would cause a write in etcd."""
-MAX_MESSAGE_CHARACTERS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Reason and message of a condition."""
-
-    reason: str
-    message: str
-
-
-def set_condition(
-    status: TrainingJobStatus,
-    kind: JobCondition,
-    value: bool | None,
-    note: Note,
-    now: Now,
-    generation: int,
-) -> TrainingJobStatus:
-    """Return the status with that condition. Its transition time changes only if its value changes.
-
-    The message is cut to MAX_MESSAGE_CHARACTERS.
-    """
-    message = note.message[:MAX_MESSAGE_CHARACTERS]
-    return status.with_condition(kind, value, note.reason, message, now.utc, generation)
 
 
 def compute_phase(status: TrainingJobStatus) -> JobPhase:

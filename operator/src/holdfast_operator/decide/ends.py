@@ -1,0 +1,287 @@
+"""What is left of a job at its end: pods that stay, and deleted Checkpoint objects. Pure.
+
+Pods of a failed job that stay, because they have the only copies of its newest committed step. Pure.
+
+1. The write that ends the job also decides whether its pods stay (`writes.fail_job`), in condition PodsKept.
+2. They stay until the step is in the object store, or until none of them is left. After a person has deleted
+   the job, they go with it.
+3. Pods whose deletion has begun are not kept: the answers of a gang that ends are no evidence.
+4. The coordinator persists the step on request. If a part of the gang is missing, it cannot. The condition
+   then says why, and what a person can do.
+
+Release deleted Checkpoint objects whose data cannot be deleted. Pure.
+
+Otherwise their finalizer would block the deletion of their namespace. Only a sidecar of the job can delete
+data in the object store. If the job is over, suspended or gone, no sidecar will do it: the operator removes
+the finalizer immediately, and the data stays. While the job may still order the delete, the object waits for
+RELEASE_SECONDS. An Event reports what stays in the store, and where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+from holdfast_core.api import Checkpoint, JobCondition, TrainingJobStatus
+from holdfast_core.contract import NODE_DIR, SIDECAR_CONTAINER
+from holdfast_core.ids import Step
+from holdfast_operator.decide import readable
+from holdfast_operator.decide.world import (
+    MemberState,
+    Note,
+    World,
+    on_lineage,
+    seconds_since,
+    set_condition,
+)
+from holdfast_operator.model import labels
+from holdfast_operator.model.actions import Action, Delete, EmitEvent, EventKind
+from holdfast_operator.model.job import JobMemory, Now, PodPhase, Seen
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.wording import first_of
+
+
+def why_kept(world: World) -> Note | None:
+    """Return why the pods of a job that has failed, or fails now, must stay. None: they may be deleted."""
+    holding = readable.holding(world)
+    if readable.never_trained(world) or not holding:
+        return None
+    answered = [m for m in holding if readable.has_answered(m, world)]
+    silent = _silent(world, answered)
+    if silent:
+        text = (
+            f"the sidecar of {_named(silent)} has a record of the newest committed step and does not "
+            "answer. The pods stay until it answers, or until a person deletes this job"
+        )
+        return Note(Reason.WAITING_FOR_HOLDERS, text)
+    newest, persisted = _newest(world, answered), readable.stored(world)
+    if newest is None or (persisted is not None and persisted.step >= newest):
+        return None
+    last, state = world.last_persisted, world.coordinator
+    if last is not None and last.step >= newest and state is not None and _coordinates(world):
+        text = (
+            f"the object store does not have step {newest}, which it has had. The pods stay with its shards "
+            "until the store has it again, as condition CheckpointMissing says, or until a person deletes "
+            "this job"
+        )
+        return Note(Reason.CHECKPOINT_MISSING, text)
+    lost, obstacle = readable.on_nodes_only(newest, persisted), _obstacle(world)
+    if obstacle is not None:
+        text = (
+            f"{lost}, and it is not uploaded any more: {obstacle}. Its shards are in {_named(holding)}. To "
+            f"keep them, copy {NODE_DIR} of container {SIDECAR_CONTAINER} out of these pods. After that, or "
+            "to give the step up, delete the job"
+        )
+        return Note(Reason.CANNOT_PERSIST, text)
+    away = [m for m in world.members if m.node_lost]
+    waits = f" It waits for {_named(away)}, whose node is lost." if away else ""
+    text = (
+        f"{lost}. The operator requests its upload.{waits} The pods stay until it is uploaded, or until a "
+        "person deletes this job"
+    )
+    return Note(Reason.NOT_PERSISTED, text)
+
+
+def why_kept_after_the_end(world: World) -> Note | None:
+    """Return why the pods of a job that is over stay, or None if they do not."""
+    status = world.status
+    if not status.is_true(JobCondition.FAILED):
+        return None
+    untouched = all(m.pod is not None and not m.pod.terminating for m in world.members)
+    return why_kept(world) if untouched or status.is_true(JobCondition.PODS_KEPT) else None
+
+
+def is_upload_requested(kept: Note | None) -> bool:
+    """Return whether the coordinator is requested to persist the step."""
+    return kept is not None and kept.reason != Reason.CANNOT_PERSIST
+
+
+def with_pods_kept(
+    status: TrainingJobStatus, world: World, kept: Note | None, now: Now
+) -> TrainingJobStatus:
+    """Return the status with condition PodsKept, if the pods stay or have stayed."""
+    kind, generation = JobCondition.PODS_KEPT, world.observed.job.generation
+    if kept is not None:
+        return set_condition(status, kind, True, kept, now, generation)
+    if not status.is_true(kind):
+        return status
+    note = Note(Reason.PODS_GONE, "no pod of the job is left that could have a committed step")
+    if readable.holding(world):
+        text = "no committed step would be lost with the pods any more, so they are deleted"
+        note = Note(Reason.LAST_STEP_PERSISTED, text)
+    return set_condition(status, kind, False, note, now, generation)
+
+
+def _coordinates(world: World) -> bool:
+    member = world.coordinator_member()
+    return world.status.restore_point is not None and member is not None and member.serves
+
+
+def _silent(world: World, answered: list[MemberState]) -> list[MemberState]:
+    """Return the members whose answer is needed to know the newest committed step, and that may still answer.
+
+    It is the coordinator, or any survivor while the round has no restore point.
+    """
+    if world.status.restore_point is None:
+        return [] if answered else readable.holding(world)
+    member = world.coordinator_member()
+    if member is None or member.pod is None or not member.pod.alive or member.pod.ip is None:
+        return []
+    known = member in answered and world.coordinator is not None
+    return [] if known else [member]
+
+
+def _newest(world: World, answered: list[MemberState]) -> Step | None:
+    """Return the newest committed step, also if the coordinator is gone.
+
+    Then the status, its last answer and the manifests of this round on the other members show it.
+    """
+    state, point = world.coordinator, None
+    if state is not None and state.last_local is not None:
+        point = state.last_local.step
+    apart_ids = readable.quarantined(world)
+    steps = [
+        id_.step
+        for m in answered
+        for id_ in readable.listed(m)
+        if id_.round == world.round
+        and id_ not in apart_ids
+        and on_lineage(id_, world.status.lineage)
+    ]
+    found = (readable.known_commit(world, answered), point, *steps)
+    return max((s for s in found if s is not None), default=None)
+
+
+def _obstacle(world: World) -> str | None:
+    """Return why the newest committed step cannot be uploaded any more, or None if it can.
+
+    Each member uploads its own shards, and a sidecar that has no ROUND of this round uploads nothing.
+    """
+    if world.observed.job.spec.store is None:
+        return "the job has no object store"
+    if world.status.restore_point is None:
+        return (
+            f"round {world.round} has no restore point yet, so that no sidecar coordinates uploads"
+        )
+    gone = [m for m in world.members if m.pod is None or m.pod.ended or m.pod.ip is None]
+    if not gone:
+        return None
+    names = ", ".join(world.source.identity(m.worker, m.birth_round) for m in gone[:4])
+    return f"each pod uploads its own shards, and {len(gone)} of them are not there ({names})"
+
+
+def _named(members: list[MemberState]) -> str:
+    pods = [m.pod for m in members if m.pod is not None]
+    return first_of([f"pod {p.name} on node {p.node}" for p in pods], 4)
+
+
+RELEASE_SECONDS = 600.0
+"""Longest wait for the delete in the store. A store that is unavailable for longer must not prevent the
+deletion of a namespace."""
+RELEASES_PER_PASS = 32
+"""Largest number of Checkpoints of one kind that a pass releases. Each release causes another pass."""
+
+
+def hanging(checkpoints: Iterable[Checkpoint]) -> tuple[Checkpoint, ...]:
+    """Return the Checkpoints that a user has deleted and that our finalizer keeps."""
+    return tuple(c for c in checkpoints if c.deleting and c.has_finalizer)
+
+
+def release_all(world: World, why: str) -> list[Action]:
+    """Return actions that release all deleted Checkpoints under the job's name.
+
+    The caller has checked that no sidecar of the job will delete data any more.
+    """
+    return _released(hanging(_of_name(world)), why)
+
+
+def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
+    """Return actions that release deleted Checkpoints whose data will probably not be deleted.
+
+    They are those of this job that have waited for RELEASE_SECONDS, and all of a former job of its name.
+    """
+    own = {c.uid for c in world.own_checkpoints}
+    known = hanging(_of_name(world))
+    late = tuple(
+        c
+        for c in known
+        if c.uid in own
+        and seconds_since(memory.seen_at(Seen.DELETING, c.uid), now) >= RELEASE_SECONDS
+    )
+    former = tuple(c for c in known if c.uid not in own)
+    waited = f"no sidecar could delete it in the object store for {RELEASE_SECONDS:.0f} s"
+    return [*_released(late, waited), *_released(former, "the job that saved it no longer exists")]
+
+
+def kept_data(checkpoint: Checkpoint, why: str) -> str | None:
+    """Describe the data that stays in the object store. None: there is none, or it had to be kept."""
+    if not checkpoint.deletes_data or not checkpoint.persisted:
+        return None
+    where = f"{checkpoint.status.job_namespace}/{checkpoint.status.job_uid}"
+    return (
+        f"Checkpoint {checkpoint.name} is deleted, but the data of step {checkpoint.spec.step} of round "
+        f"{checkpoint.status.round} is not: {why}. The data remains in the object store under {where}/ "
+        "below the prefix of the CheckpointStore; delete it there if nothing else needs it"
+    )
+
+
+def _of_name(world: World) -> list[Checkpoint]:
+    """Return the Checkpoints under the job's name.
+
+    Those of a living gang of the other kind are left out: its sidecars may still delete their data.
+    """
+    name, other = world.observed.job.name, world.observed.same_name
+    theirs = None if other is None else other.uid
+    return [
+        c
+        for c in world.observed.checkpoints
+        if c.job == name and (theirs is None or c.status.job_uid != theirs)
+    ]
+
+
+def _released(checkpoints: tuple[Checkpoint, ...], why: str) -> list[Action]:
+    actions: list[Action] = []
+    for checkpoint in checkpoints[:RELEASES_PER_PASS]:
+        actions.append(Delete(Checkpoint.KIND, checkpoint.name, checkpoint.uid, why))
+        text = kept_data(checkpoint, why)
+        if text is not None:
+            actions.append(EmitEvent(EventKind.WARNING, Reason.DATA_KEPT, text))
+    return actions
+
+
+EXIT_GRACE = timedelta(seconds=60)
+"""Time after the end of a complete job for its launchers to exit. Pods that still run then are deleted."""
+
+
+def after_the_end(world: World, now: Now, *, kept: bool) -> list[Action]:
+    """Return deletes of the pods that a job does not need after its end, and of the job after its TTL.
+
+    Pods of members that have ended stay for their logs. Pods that still run are deleted immediately after a
+    failure, and after EXIT_GRACE if the job is complete. Pods on lost nodes, and pods that are not members,
+    are deleted immediately.
+
+    Args:
+        kept: Whether the pods of the members stay (ends.py), and with them the job.
+    """
+    status = world.status
+    ended = status.completion_time or now.utc
+    failed_ = status.is_true(JobCondition.FAILED)
+    overdue = failed_ or now.elapsed_seconds(ended) >= EXIT_GRACE.total_seconds()
+    members = {m.pod.uid for m in world.members if m.pod is not None}
+    actions: list[Action] = []
+    for pod in world.observed.pods:
+        if world.is_ahead(pod):
+            continue
+        if kept and pod.uid in members:
+            continue
+        lost = world.observed.node_lost(pod)
+        running = pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+        unwanted = pod.uid not in members or (running and overdue) or lost
+        if unwanted and (lost or not pod.terminating):
+            why = "the job is over"
+            actions.append(Delete(labels.POD, pod.name, pod.uid, why, force=lost))
+    ttl_seconds = world.observed.job.spec.ttl_seconds_after_finished
+    if not kept and ttl_seconds is not None and now.elapsed_seconds(ended) >= ttl_seconds:
+        job, why = world.observed.job, "ttlSecondsAfterFinished has passed"
+        actions.append(Delete(job.KIND, job.name, job.uid, why))
+    return actions

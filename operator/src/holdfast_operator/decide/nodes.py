@@ -1,0 +1,385 @@
+"""Nodes on which workers failed, nodes that leave, and nodes that new pods avoid. Pure.
+
+Nodes on which workers of the job failed, and those that new pods avoid for it. Pure.
+
+1. A lost node, and a worker that failed by itself, count as a failure of its node. A pod that was deleted or
+   evicted does not, nor does a rank that failed beside a disruption.
+2. Failures that hit more than half of the gang's nodes at once have another cause than a node.
+3. A node is avoided after failurePolicy.avoidNodes.failures of them, or immediately after a rule with action
+   AvoidNode.
+4. status.nodeFailures is the record. Each write of the status drops the failures that are older than the
+   window. If no node takes a pod for PATIENCE_SECONDS, all are dropped: the job continues as it was before.
+
+Find workers on nodes that will be taken away soon, and the one whose pod is deleted next. Pure.
+
+A spot notice or an autoscaler taints such a node. The end of a node costs the steps since the last save. A
+delete of the pod costs none, because the gang then saves, and the pod flushes before it ends (ADR 0013).
+1. A pod that tolerates the taint stays: its owner wants it there, and a new pod could get the same node.
+2. Only one pod is deleted at a time, and only while all ranks train. The PodDisruptionBudget allows an
+   eviction under the same condition.
+3. A pod is deleted once, because a pod that is being deleted leaves already.
+4. Pods stay if a failure rule fails the job after the deletion: the operator must not cause that itself.
+
+Keep pods that have not started away from lost nodes, and remove exclusions that are not needed. Pure.
+
+The scheduler places pods on a dead node until Kubernetes taints it, after 40 seconds or more. A pod that is
+created in this time excludes the node by its node affinity, which cannot be changed later. So a pod that has
+not started is deleted, and created again in the same round under the same name, in three cases (ADR 0008):
+1. It is bound to a lost node that it does not exclude, because it was created before the loss was noticed.
+2. No node has taken it, and it excludes a node that is back, repaired, tainted, deleted or no longer
+   avoided because of failures. A node that is back may be the only one that fits, and Karpenter adds no node
+   for a pod that excludes nodes by name.
+3. It is bound to a node that is avoided because of failures. One of them is that a pod has not started there
+   within startTimeoutSeconds (scheduling.py).
+This costs no round, because no container of the pod has run (World.awaits_start).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast_core.api import (
+    MAX_NODE_FAILURES,
+    AvoidNodesSpec,
+    FailureAction,
+    FailureReason,
+    FailureRule,
+    JobCondition,
+    NodeFailure,
+    TrainingJobStatus,
+    changed,
+)
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_operator.decide import readable
+from holdfast_operator.decide.evidence import Ruling
+from holdfast_operator.decide.spec import replacement_problem
+from holdfast_operator.decide.world import MemberState, Note, World, seconds_since
+from holdfast_operator.model import labels
+from holdfast_operator.model.actions import Action, Delete
+from holdfast_operator.model.job import JobMemory, NodeView, Now, PodView, Seen, tolerated_taints
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.template import pod_spec
+from holdfast_operator.model.wording import first_of
+
+PATIENCE_SECONDS = 60.0
+"""Time for which a pod waits for a node while it avoids nodes that failed. Karpenter adds no node for a pod
+that excludes nodes by name, so a longer wait gains little."""
+MAX_NODES = 32
+"""Largest number of nodes that are avoided because of failures, the newest first."""
+
+
+def failed_nodes(world: World, status: TrainingJobStatus) -> tuple[str, ...]:
+    """Return the nodes that new pods avoid because of the failures in this status, the newest first."""
+    policy = world.observed.job.spec.failure_policy.avoid_nodes
+    counts = Counter(f.node for f in status.node_failures)
+    newest = dict.fromkeys(f.node for f in reversed(status.node_failures))
+    ruled = {f.node for f in status.node_failures if f.by_rule}
+    found = [n for n in newest if n in ruled or (policy and counts[n] >= policy.failures)]
+    return tuple(found[:MAX_NODES])
+
+
+def with_node_failures(
+    status: TrainingJobStatus, world: World, ruling: Ruling, round_: RestartRound, now: Now
+) -> TrainingJobStatus:
+    """Return the status with the failures of this ruling on nodes."""
+    if ruling.action is FailureAction.IGNORE:
+        return status
+    nodes = _nodes_of(world)
+    failed = {nodes[w] for w in ruling.blamed if w in nodes}
+    common = not ruling.disruption and 2 * len(failed) > len(set(nodes.values()))
+    new = [
+        NodeFailure(
+            node=nodes[worker],
+            at=now.utc,
+            by_rule=worker in ruling.avoided,
+        )
+        for worker in sorted(ruling.blamed)
+        if worker in nodes and (worker in ruling.avoided or not common)
+    ]
+    by_node = {f.node: f for f in sorted(new, key=lambda f: f.by_rule)}
+    kept = _in_window(status.node_failures, world, now)
+    return changed(status, node_failures=(*kept, *by_node.values())[-MAX_NODE_FAILURES:])
+
+
+def workers_to_move(
+    world: World, status: TrainingJobStatus, ruling: Ruling, gone: set[Worker | None]
+) -> frozenset[Worker]:
+    """Return the workers whose pods leave nodes that are avoided now, besides those in `gone`.
+
+    They stay if the newest committed step is not known to be readable without them and those in `gone`, or if
+    the gang fails from this step and an older one is not.
+    """
+    avoided = failed_nodes(world, status)
+    if not avoided or not world.may_replace_pods or world.nodes_are_fixed:
+        return frozenset()
+    moved = frozenset(
+        w for w, node in _nodes_of(world).items() if node in avoided and w not in gone
+    )
+    away = moved | {w for w in gone if w is not None}
+    if not (
+        moved
+        and readable.answering_can_be_replaced(world, away)
+        and readable.older_is_kept(world, away, ruling.failed_from)
+    ):
+        return frozenset()
+    return moved
+
+
+def with_failures_of_window(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+    """Return the status without the failures that are older than the window."""
+    kept = _in_window(status.node_failures, world, now)
+    return status if kept == status.node_failures else changed(status, node_failures=kept)
+
+
+def no_node_is_left(memory: JobMemory, now: Now) -> bool:
+    """Return whether no node has taken a pod that avoids failed nodes for PATIENCE_SECONDS."""
+    return seconds_since(memory.seen_at(Seen.AVOIDING), now) >= PATIENCE_SECONDS
+
+
+def _in_window(
+    failures: tuple[NodeFailure, ...], world: World, now: Now
+) -> tuple[NodeFailure, ...]:
+    policy = world.observed.job.spec.failure_policy.avoid_nodes or AvoidNodesSpec()
+    return tuple(f for f in failures if now.is_within(policy.window_length, f.at))
+
+
+def _nodes_of(world: World) -> dict[Worker, str]:
+    return {
+        m.worker: m.pod.node for m in world.members if m.pod is not None and m.pod.node is not None
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A pod on a node that will be taken away soon, and the taint that says so."""
+
+    pod: PodView
+    node: str
+    taint: str
+
+    def __str__(self) -> str:
+        return f"pod {self.pod.name} on node {self.node} (taint {self.taint})"
+
+
+def departures(world: World) -> tuple[Departure, ...]:
+    """Return the pods of members that tolerate not all taints by which their nodes leave, by worker."""
+    found = []
+    for member in world.members:
+        node = None if member.pod is None else world.observed.nodes.get(member.pod.node or "")
+        if member.pod is None or member.pod.ended or node is None or member.node_lost:
+            continue
+        taint = leaving_taint(member.pod, node)
+        if taint is not None:
+            found.append(Departure(member.pod, node.name, taint))
+    return tuple(found)
+
+
+def leaving_taint(pod: PodView, node: NodeView) -> str | None:
+    """Return the key of a taint by which the node leaves and which the pod does not tolerate, or None."""
+    return min((t.key for t in node.leaving_taints if not pod.tolerates(t)), default=None)
+
+
+def why_pods_stay(world: World) -> str | None:
+    """Return why the operator deletes no pod on a node that leaves, or None if it does."""
+    job = world.observed.job
+    if job.spec.template is None:
+        return "another controller creates the pods"
+    if world.nodes_are_fixed:
+        return "the template sets spec.nodeName, so that a new pod would get the same node"
+    if world.copies == 0 and job.spec.store is None:
+        return (
+            "no other pod has copies of its shards, and the job has no object store, so that its last step "
+            "would be lost"
+        )
+    return _fails_the_job(job.spec.failure_policy.rules)
+
+
+def _fails_the_job(rules: Sequence[FailureRule]) -> str | None:
+    """Return which rule would fail the job after the deletion, or None.
+
+    The failure has no exit code, and the pod no condition of an eviction, so only onReasons can match.
+    """
+    for index, rule in enumerate(rules):
+        if FailureReason.POD_LOST in rule.on_reasons:
+            if rule.action is not FailureAction.FAIL_JOB:
+                return None
+            return f"failurePolicy.rules[{index}] fails the job after PodLost, which the deletion causes"
+    return None
+
+
+def next_departure(world: World) -> Departure | None:
+    """Return the pod that is deleted now because its node leaves, or None."""
+    state = world.coordinator
+    trains = (
+        world.status.is_true(JobCondition.RUNNING)
+        and state is not None
+        and state.running
+        and not (state.finished or state.dead or state.hang)
+        and all(m.alive and m.pod is not None and m.pod.ready for m in world.members)
+        and not any(m.pod is not None and m.pod.leaving for m in world.members)
+    )
+    if not trains or world.observed.job.spec.suspend or why_pods_stay(world) is not None:
+        return None
+    return next(iter(departures(world)), None)
+
+
+# --------------------------------------------------------------------------- the condition
+
+
+def with_leaving_nodes(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+    """Return the status with condition NodesLeaving, which a job without such a node does not get."""
+    kind, found = JobCondition.NODES_LEAVING, departures(world)
+    if not found and not status.is_true(kind):
+        return status
+    reason, text = Reason.NODES_STAY, "no worker runs on a node that will be taken away"
+    if found:
+        text = f"nodes will be taken away: {first_of(found)}. "
+        stay = why_pods_stay(world)
+        if stay is None:
+            reason = Reason.NODE_LEAVING
+            text += (
+                "While all ranks train, one of these pods after the other is deleted and replaced"
+            )
+        else:
+            reason = Reason.NODE_LEAVING_POD_STAYS
+            text += f"The operator deletes none of these pods: {stay}"
+    generation = world.observed.job.generation
+    return status.with_condition(kind, bool(found), reason, text, now.utc, generation)
+
+
+MISPLACED = "a new pod may get a better node"
+MAX_AVOIDED = 64
+"""Largest number of nodes that a pod excludes. Each of them is a requirement in each term of the pod's
+affinity. The newest losses go first: Kubernetes taints the others sooner."""
+
+
+def avoided_nodes(world: World) -> tuple[str, ...]:
+    """Return the sorted names of the lost nodes that a pod excludes if it is created now."""
+    if world.nodes_are_fixed:
+        return ()
+    failed = avoided_for_failures(world)
+    return tuple(sorted([n for n in _open_nodes(world) if n not in failed][:MAX_AVOIDED]))
+
+
+def avoided_for_failures(world: World) -> tuple[str, ...]:
+    """Return the sorted names of the nodes that it excludes because workers failed there (ADR 0010)."""
+    return () if world.nodes_are_fixed else tuple(sorted(failed_nodes(world, world.status)))
+
+
+def misplaced_pods(world: World) -> list[Action]:
+    """Return deletes of pods that a later pass creates again, because a new pod may get a better node."""
+    return [
+        Delete(labels.POD, pod.name, pod.uid, MISPLACED, force=member.node_lost)
+        for member, pod in _waiting(world)
+        if _is_misplaced(world, member, pod)
+    ]
+
+
+def misplaced_spares(world: World) -> list[Action]:
+    """Return deletes of spares that have not started and may get a better node."""
+    return [
+        Delete(labels.POD, spare.pod.name, spare.pod.uid, MISPLACED, force=spare.node_lost)
+        for spare in world.spares
+        if spare.pod is not None and not spare.pod.started and not spare.node_lost
+        if _is_misplaced(world, spare, spare.pod)
+    ]
+
+
+def waiting_note(world: World) -> Note | None:
+    """Return why a pod has not started, if it is bound to a lost node or excludes nodes. Else None."""
+    for member, pod in _waiting(world):
+        if member.node_lost:
+            return _note_of_lost_node(world, member, pod)
+        if pod.node is None and pod.avoided_nodes:
+            nodes = sorted(pod.avoided_nodes)
+            text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
+            text += (
+                "; it avoids nodes that are lost or fail, until Kubernetes taints them, their kubelets "
+                f"renew their leases, or their failing conditions end: {first_of(nodes)}{_kept(world)}"
+            )
+            return Note(Reason.WAITING_FOR_PODS, text)
+        if pod.node is None and pod.failed_nodes:
+            text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
+            text += (
+                f"; it avoids nodes on which workers failed: {', '.join(sorted(pod.failed_nodes))}"
+                f"{_kept(world)}"
+            )
+            return Note(Reason.WAITING_FOR_PODS, text)
+    return None
+
+
+def _kept(world: World) -> str:
+    """Return why a pod keeps an affinity that it may not need, which only a new pod could change, or ""."""
+    problem = replacement_problem(world)
+    return "" if problem is None else f". It could not be created again: {problem.message}"
+
+
+def _note_of_lost_node(world: World, member: MemberState, pod: PodView) -> Note:
+    """Return what happens to a pod that has not started on a lost node."""
+    why = world.observed.nodes[pod.node or ""].lost_because
+    text = f"pod {pod.name} has not started on node {pod.node}, which is lost: it {why}"
+    problem = replacement_problem(world)
+    if world.fixed_node == pod.node:
+        return Note(Reason.NODE_NAME_UNUSABLE, f"{text}. {world.fixed_node_advice}")
+    if world.observed.job.spec.template is None:
+        then = "The pod stays until the node is back or its own controller replaces it"
+    elif not world.may_create_pods:
+        then = "The pod stays, because no pod is created while spec.suspend is true"
+    elif problem is not None:
+        then = f"The pod stays, because it could not be created again: {problem.message}"
+    elif _is_misplaced(world, member, pod):
+        then = "The pod is created again, so that the scheduler can choose another node"
+    else:
+        then = (
+            "The pod stays until Kubernetes taints the node: a new pod might be bound to it again"
+        )
+    return Note(Reason.WAITING_FOR_PODS, f"{text}. {then}")
+
+
+def _waiting(world: World) -> list[tuple[MemberState, PodView]]:
+    """Return the members whose pods exist and have not started."""
+    return [(m, m.pod) for m in world.members if m.pod is not None and world.awaits_start(m)]
+
+
+def _is_misplaced(world: World, member: MemberState, pod: PodView) -> bool:
+    if pod.node is None:
+        needed = pod.avoided_nodes.issubset(_open_nodes(world)) and pod.failed_nodes.issubset(
+            avoided_for_failures(world)
+        )
+        return not pod.terminating and not needed
+    if not member.node_lost:
+        avoided = pod.node in avoided_for_failures(world) and pod.node not in pod.failed_nodes
+        return avoided and not pod.terminating
+    if pod.terminating:
+        return True  # no kubelet will confirm the delete
+    if world.fixed_node is not None:
+        return pod.node != world.fixed_node  # a new pod would be bound to the same node
+    if pod.node in pod.avoided_nodes | pod.failed_nodes or world.nodes_are_fixed:
+        return False  # likewise, or another controller creates it
+    return pod.node not in _open_nodes(world) or pod.node in (
+        *avoided_nodes(world),
+        *avoided_for_failures(world),
+    )
+
+
+def _open_nodes(world: World) -> list[str]:
+    """Return the lost nodes on which the scheduler may still place a pod of the job, the newest loss first.
+
+    These are the nodes without a taint for lost nodes, and those whose taints the template or a pod of the
+    job tolerates. An admission plug-in may add tolerations that the template does not have.
+    """
+    tolerated = tolerated_taints(pod_spec(world.observed.job)).union(
+        *(pod.tolerated for pod in world.observed.pods)
+    )
+    return [node.name for node in world.observed.lost_nodes if node.taints <= tolerated]
+
+
+def domain_of(world: World, node_name: str | None) -> str | None:
+    """Return the topology domain of a node. A node without the label is a domain of its own."""
+    if node_name is None:
+        return None
+    node = world.observed.nodes.get(node_name)
+    label = None if node is None else node.labels.get(world.observed.job.spec.peer.topology_key)
+    return label if label is not None else node_name

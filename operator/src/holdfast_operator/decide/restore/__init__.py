@@ -1,1 +1,0 @@
-"""The choice of the step from which a round starts."""

@@ -1,0 +1,355 @@
+"""Whether a spec can be run, and which pods lack an edit of it. Pure.
+
+Find problems of a spec that the rules of the CRD cannot express. They prevent the first round.
+
+They do not stop a job that runs. Condition RemoteTierHealthy reports a problem of its store.
+
+Edits of the spec of a gang that runs: which of them its pods lack, and when they get them. Pure.
+
+Pods that were created from an earlier spec are replaced if no rank ran in them. Condition SpecApplied reports
+the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast_core.api import (
+    Checkpoint,
+    CheckpointPhase,
+    CheckpointStore,
+    JobCondition,
+    TrainingJobStatus,
+)
+from holdfast_core.contract import TRAINER_CONTAINER
+from holdfast_core.ids import Worker
+from holdfast_operator.decide import readable
+from holdfast_operator.decide.world import MemberState, Note, World, set_condition
+from holdfast_operator.model import labels
+from holdfast_operator.model.actions import Action, Delete, EmitEvent, EventKind
+from holdfast_operator.model.job import Now
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.template import (
+    RESTORE_FROM,
+    TEMPLATE,
+    find_breach,
+    find_misfit,
+    items_of,
+    part_digests,
+)
+from holdfast_operator.model.wording import first_of
+
+
+def find_problem(world: World) -> Note | None:
+    """Return the first problem, or None if the operator can run the job.
+
+    STORE_NOT_PROBED ends without a change by a user: the job waits for the probe.
+    """
+    return (
+        template_problem(world.observed.job.spec.template)
+        or _unknown_field(world.observed.job.spec.template)
+        or _refused_template(world)
+        or _name_problem(world)
+        or _store_problem(world)
+        or _restore_from_problem(world)
+    )
+
+
+def template_problem(template: Mapping[str, Any] | None) -> Note | None:
+    """Return the first problem of spec.template that prevents a worker pod, or None.
+
+    A gang without a template has no such problem, because another controller creates its pods.
+    """
+    if template is None:
+        return None
+    misfit = find_misfit(template)
+    if misfit is not None:
+        return _invalid(str(misfit))
+    containers = [c for _, c in items_of(template.get("spec"), "containers", "spec.template.spec")]
+    trainers = [c for c in containers if c.get("name") == TRAINER_CONTAINER]
+    if len(trainers) != 1:
+        names = ", ".join(str(c.get("name")) for c in containers) or "none"
+        return _invalid(
+            f"spec.template has {len(trainers)} containers named {TRAINER_CONTAINER}, expected "
+            f"exactly one (found: {names}): give this name to the container that runs the training"
+        )
+    breach = find_breach(template)
+    if breach is not None:
+        return _invalid(str(breach))
+    command = _text(trainers[0].get("command"))
+    if command and not uses_launcher(command + _text(trainers[0].get("args"))):
+        return _invalid(
+            "the command of container trainer does not start its processes with the launcher, so "
+            f"a lost rank could not be restarted: found {' '.join(command)[:200]!r}, put "
+            "`holdfast run --` before it"
+        )
+    return None
+
+
+def _unknown_field(template: Mapping[str, Any] | None) -> Note | None:
+    """Return the first field beside metadata and spec. No pod would get it, and no server would refuse it."""
+    unknown = sorted((template or {}).keys() - {"metadata", "spec"})
+    if not unknown:
+        return None
+    return _invalid(
+        f"spec.template.{unknown[0]}: unknown field, expected metadata and spec: fields of a pod, such as "
+        "tolerations, belong below spec.template.spec"
+    )
+
+
+def uses_launcher(text: Sequence[str]) -> bool:
+    """Return whether a command contains `holdfast run` or `python -m holdfast.run`, also in a shell line."""
+    for index, word in enumerate(text):
+        if "holdfast.run" in word or "holdfast run" in word:
+            return True
+        is_launcher = word == "holdfast" or word.endswith("/holdfast")
+        if is_launcher and index + 1 < len(text) and text[index + 1] == "run":
+            return True
+    return False
+
+
+def _refused_template(world: World) -> Note | None:
+    text = world.observed.template_refusal
+    if text is None:
+        return None
+    return _invalid(f"the API server refuses the pod of spec.template: {text}")
+
+
+def _name_problem(world: World) -> Note | None:
+    """Return the problem of a gang whose Checkpoints could be taken for those of another one of its name."""
+    other, job = world.observed.same_name, world.observed.job
+    if other is None:
+        return None
+    text = (
+        f"namespace {job.namespace} has a {other.kind} of the same name, {job.name}, and Checkpoints name "
+        f"their job by it: create this {job.KIND} under another name, or delete the {other.kind}"
+    )
+    return Note(Reason.NAME_TAKEN, text)
+
+
+def _store_problem(world: World) -> Note | None:
+    name = world.observed.job.spec.store
+    if name is None:
+        return None
+    store = world.observed.store
+    hidden = world.observed.cannot_read(CheckpointStore.KIND, name)
+    if hidden is not None:
+        return Note(Reason.CANNOT_READ, f"CheckpointStore {name} cannot be read: {hidden.problem}")
+    if store is None:
+        text = f"CheckpointStore {name} is not in namespace {world.observed.job.namespace}"
+        return Note(Reason.STORE_NOT_FOUND, f"{text}: create it, or correct storeRef")
+    if store.available is None:
+        return Note(Reason.STORE_NOT_PROBED, f"CheckpointStore {name} is being probed")
+    if not store.available:
+        return Note(Reason.STORE_UNAVAILABLE, f"CheckpointStore {name}: {store.message}")
+    return None
+
+
+def birth_problem(world: World) -> Note | None:
+    """Return why no pod of this job may be created now, or None.
+
+    A pod gets the configuration of its store once, when it is created. A pod that is created while the
+    CheckpointStore is absent would never upload anything.
+    """
+    refused = template_problem(world.observed.job.spec.template)
+    if refused is not None:
+        return refused
+    missing = _store_problem(world)
+    if missing is None or world.observed.store is not None:
+        return None  # the sidecar retries a store that is not reachable now
+    return Note(missing.reason, f"{missing.message}; no pod is created without it")
+
+
+def replacement_problem(world: World) -> Note | None:
+    """Return why no pod is deleted to be created again from the present template, or None.
+
+    `World.may_replace_pods` says why the refusal of a dry run counts here and not in `birth_problem`.
+    """
+    return birth_problem(world) or _refused_template(world)
+
+
+def _restore_from_problem(world: World) -> Note | None:
+    job = world.observed.job
+    name = job.spec.source_checkpoint
+    if name is None:
+        return None
+    source = next((c for c in world.observed.checkpoints if c.name == name), None)
+    hidden = world.observed.cannot_read(Checkpoint.KIND, name)
+    if hidden is not None:
+        text = f"Checkpoint {name} of spec.restoreFrom cannot be read: {hidden.problem}"
+        return Note(Reason.CHECKPOINT_NOT_RESTORABLE, text)
+    if source is None:
+        text = f"spec.restoreFrom names Checkpoint {name}, which is not in namespace"
+        return Note(Reason.CHECKPOINT_NOT_FOUND, f"{text} {job.namespace}")
+    problem = None
+    if job.spec.store is None:
+        problem = "this job has no checkpoint.object.storeRef to read it from"
+    elif source.deleting:
+        problem = "it is being deleted"
+    elif (
+        source.status.phase is not CheckpointPhase.COMMITTED
+        or source.status.manifest is None
+        or source.status.job_uid is None
+    ):
+        problem = f"its phase is {source.status.phase or 'unknown'}, expected Committed"
+    elif not source.persisted:
+        problem = "it is not in an object store"
+    if problem is not None:
+        text = f"Checkpoint {name} of spec.restoreFrom cannot be restored: {problem}"
+        return Note(Reason.CHECKPOINT_NOT_RESTORABLE, text)
+    return None
+
+
+def _invalid(message: str) -> Note:
+    return Note(Reason.INVALID_TEMPLATE, message)
+
+
+def _text(value: Any) -> list[str]:
+    return [str(v) for v in value] if isinstance(value, Sequence) else []
+
+
+def accepted(world: World, now: Now, problem: Note | None) -> TrainingJobStatus:
+    """Return the status with condition Accepted: False for a problem, Unknown while the store is probed."""
+    note = problem or Note(Reason.ACCEPTED, "the spec can be run")
+    waiting = problem is not None and problem.reason == Reason.STORE_NOT_PROBED
+    value = None if waiting else problem is None
+    generation = world.observed.job.generation
+    return set_condition(world.status, JobCondition.ACCEPTED, value, note, now, generation)
+
+
+def outdated(world: World) -> dict[str, list[MemberState]]:
+    """Return the members whose pods have an earlier value, by the path of each part of the spec.
+
+    A pod without the digest of a part, such as one of an earlier release or of another controller, is not
+    among them.
+    """
+    found: dict[str, list[MemberState]] = {}
+    present = part_digests(world.observed.job)
+    for member in world.members:
+        if member.pod is None:
+            continue
+        for path, digest in member.pod.rendered_from:
+            if path in present and present[path] != digest:
+                found.setdefault(path, []).append(member)
+    return found
+
+
+def outdated_pods(world: World) -> list[Action]:
+    """Return deletes of the pods that have an earlier template and in which no rank ever ran.
+
+    A user has probably corrected the template because of them. A pod of this round that has not started is
+    created again in this round, and another one in the next round. A pod whose sidecar may hold the last copy
+    of a committed step stays.
+
+    The caller has checked that a pod can be created from the present template.
+    """
+    state = world.coordinator
+    if state is not None and state.running:
+        return []
+    idle = [
+        m
+        for m in outdated(world).get(TEMPLATE, [])
+        if m.pod is not None and m.pod.alive and not m.pod.trainer_ran and not m.node_lost
+    ]
+    holders = [m.worker for m in idle if not world.awaits_start(m)]
+    if holders and not _may_go(world, holders):
+        idle = [m for m in idle if world.awaits_start(m)]
+    pods = [m.pod for m in idle if m.pod is not None]
+    if not pods:
+        return []
+    names = first_of([p.name for p in pods])
+    text = f"spec.template has changed, and no rank ever ran in {names}: created again from the new one"
+    deletes = [Delete(labels.POD, p.name, p.uid, "spec.template has changed") for p in pods]
+    return [*deletes, EmitEvent(EventKind.NORMAL, Reason.TEMPLATE_CHANGED, text)]
+
+
+def _may_go(world: World, workers: list[Worker]) -> bool:
+    """Return whether no committed step can be lost with these pods."""
+    status = world.status
+    if status.step is None and status.last_committed_step is None and status.restore_point:
+        point = status.restore_point
+        if point.step is None or point.job_uid is not None:
+            return True  # the gang has not trained yet
+    return readable.answering_can_be_replaced(world, workers)
+
+
+# --------------------------------------------------------------------------- the condition
+
+
+def with_spec_applied(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+    """Return the status with condition SpecApplied. A job that was never edited does not get it."""
+    kind, job = JobCondition.SPEC_APPLIED, world.observed.job
+    if status.restart_round is None or status.completion_time is not None:
+        return status
+    found = outdated(world)
+    reason, problems = Reason.SPEC_APPLIED, list[str]()
+    problem = _template_problem(world)
+    if problem is not None:
+        reason = Reason.INVALID_TEMPLATE
+        problems.append(problem)
+    elif found:
+        reason = Reason.PODS_DIFFER if _differ(world, found) else Reason.APPLIES_LATER
+    problems.extend(_moments(world, found, replaceable=problem is None))
+    if not problems and status.condition(kind) is None:
+        return status
+    text = ". ".join(problems) or "the gang has the present spec"
+    return status.with_condition(kind, not problems, reason, text, now.utc, job.generation)
+
+
+def _differ(world: World, found: Mapping[str, list[MemberState]]) -> bool:
+    """Return whether some pods have an earlier template and others the present one."""
+    return 0 < len(found.get(TEMPLATE, ())) < len(world.members)
+
+
+def _moments(
+    world: World, found: Mapping[str, list[MemberState]], *, replaceable: bool
+) -> list[str]:
+    """Return which pods have earlier values, and when they get the present ones.
+
+    Args:
+        replaceable: Whether pods can be created from the present template.
+    """
+    total, problems = len(world.members), list[str]()
+    parts = {path: members for path, members in found.items() if path != RESTORE_FROM}
+    named = [
+        f"{path} ({len(members)} of {total} workers: {first_of([m.worker for m in members])})"
+        for path, members in parts.items()
+    ]
+    if named:
+        problems.append(f"pods have earlier values of {', '.join(named)}")
+        if _differ(world, found):
+            problems.append("The gang runs with different templates, images included")
+        problems.append("A pod gets the present values when it is replaced")
+        if replaceable:
+            problems.append(_how_to_replace(world))
+    if RESTORE_FROM in found:
+        problems.append(
+            f"{RESTORE_FROM} has changed: it is read only before the first checkpoint of a job, so this job "
+            "does not read it again. Create another job to restore from it"
+        )
+    return problems
+
+
+def _how_to_replace(world: World) -> str:
+    if world.observed.job.spec.store is None:
+        return (
+            "To replace all pods, delete one after the other, each when all ranks train again: without an "
+            "object store the job cannot be suspended"
+        )
+    return "To replace all pods, set spec.suspend to true, and to false when the job is suspended"
+
+
+def _template_problem(world: World) -> str | None:
+    """Return why no pod can be created from the present template, or None."""
+    template = world.observed.job.spec.template
+    if template is None:
+        return None
+    found = find_misfit(template) or find_breach(template)
+    if found is None and world.observed.template_refusal is None:
+        return None
+    why = str(found or f"the API server refuses it: {world.observed.template_refusal}")
+    return (
+        f"no pod can be created from the present template: {why}. Correct spec.template before you suspend "
+        "the job or delete a pod, because no pod would come back"
+    )

@@ -1,1 +1,0 @@
-"""The template of a job: types of the fields that the operator reads, isolation, and the grace period."""
