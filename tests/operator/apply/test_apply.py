@@ -108,7 +108,7 @@ class Recorder:
 
 
 def run(effects: Recorder, *actions: Action) -> Applied:
-    decision = Decision.of(actions, None, "test", JobMemory())
+    decision = Decision.of(actions, None, "test")
     return asyncio.run(apply(decision, Observed(job=job(2)), effects))
 
 
@@ -244,5 +244,5 @@ NEW = replace(
 def test_memory_keeps_observations_and_forgets_failed_actions(
     applied: Applied, expected: JobMemory
 ) -> None:
-    decision = Decision.of((), None, "test", NEW)
+    decision = replace(Decision.of((), None, "test"), memory=NEW)
     assert memory_after(decision, Observed(job=job(2), memory=OLD), applied) == expected

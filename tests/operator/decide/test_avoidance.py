@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import job, now, pod, sidecar, status
+from tests.support.operator.builders import job, now, pod, sidecar, status, world_of
 from tests.support.operator.decisions import created_pods, of_kind
 
 from holdfast_core.api import RestorePointStatus, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.nodes import MAX_AVOIDED
-from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import Delete, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,
@@ -182,7 +181,7 @@ def test_a_taint_with_a_value_may_be_tolerated_by_its_value() -> None:
 def test_a_pod_that_had_started_is_lost_and_needs_a_round() -> None:
     observed = observe(None, ["a"], memory=JobMemory(round=RestartRound(1), round_seen_at=1.0))
     assert creates(observed) == []
-    assert not World(observed).awaits_start(World(observed).members[1])
+    assert not world_of(observed).awaits_start(world_of(observed).members[1])
 
 
 @pytest.mark.fault("More nodes are lost than an affinity should name")

@@ -6,14 +6,13 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from tests.support.operator.builders import START, job, now, status
+from tests.support.operator.builders import START, job, now, status, world_of
 from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import JobCondition, RestartRecord, RestorePointStatus, TrainingJob
 from holdfast_core.ids import RestartRound, Step
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.evidence import counted
-from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import WriteStatus
 from holdfast_operator.model.job import JobMemory, Now, Observed
 
@@ -66,5 +65,5 @@ def test_restarts_with_a_stamp_of_the_future_do_not_count() -> None:
     known = status(
         9, (0, 0), recent_restarts=records, last_committed_step=Step(50), restore_point=point
     )
-    world = World(Observed(job=job(2, known)))
-    assert [r.round for r in counted(records, world, now())] == [1, 2]
+    world = world_of(Observed(job=job(2, known)))
+    assert [r.round for r in counted(records, world)] == [1, 2]

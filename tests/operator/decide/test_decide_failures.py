@@ -7,7 +7,17 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import START, condition, job, now, pod, sidecar, silent, status
+from tests.support.operator.builders import (
+    START,
+    condition,
+    job,
+    now,
+    pod,
+    sidecar,
+    silent,
+    status,
+    world_of,
+)
 from tests.support.operator.decisions import counting, does
 from tests.support.operator.progress import progress_of
 
@@ -28,7 +38,6 @@ from holdfast_core.messages.schema import (
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.lifecycle import COORDINATOR_ANSWER_SECONDS, KUBELET_SECONDS
 from holdfast_operator.decide.round_message import round_message
-from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import BeginRound, Decision, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView
 from holdfast_operator.model.reasons import Reason
@@ -419,7 +428,7 @@ def test_a_pod_that_has_left_waits_for_another_one_that_still_flushes(
 def test_a_leaving_pod_keeps_its_address_for_the_others() -> None:
     """Its sidecar sends the shards of the last step, and may be the coordinator that commits it."""
     calm, leaves = world(), world(pods=(pod(0, terminating=True), pod(1)))
-    assert round_message(World(leaves)) == round_message(World(calm))
+    assert round_message(world_of(leaves)) == round_message(world_of(calm))
 
 
 @pytest.mark.fault("A sidecar names the worker of a dead rank, and no such worker exists")

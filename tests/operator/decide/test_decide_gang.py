@@ -20,6 +20,7 @@ from tests.support.operator.builders import (
     sidecar,
     silent,
     status,
+    world_of,
 )
 from tests.support.operator.decisions import of_kind
 
@@ -35,7 +36,6 @@ from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.codec import dumps
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.round_message import place_copies, round_message
-from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import BeginRound, ChooseRestorePoint, Delete, WriteStatus
 from holdfast_operator.model.job import (
     AckedRound,
@@ -53,7 +53,7 @@ CHOSEN = status(1, (0, 1), restore_point=RestorePointStatus(), coordinator=Worke
 
 def acked(observed: Observed, of: SidecarView, **changes: Any) -> SidecarView:
     """Return the sidecar after it accepted the current ROUND."""
-    digest = round_message(World(observed)).content_digest()
+    digest = round_message(world_of(observed)).content_digest()
     assert of.inventory is not None
     return replace(
         of,
@@ -286,7 +286,7 @@ def test_members_without_an_address_are_named_and_repeated_slowly() -> None:
 def test_holds_are_named() -> None:
     kept = checkpoint(10, 0, pin=True)
     observed = gang(checkpoints=(kept, checkpoint(20, 0)))
-    assert round_message(World(observed)).pinned == (10,)
+    assert round_message(world_of(observed)).pinned == (10,)
 
 
 # --------------------------------------------------------------------------- coordinator

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tests.support.operator.builders import job, metadata, now, pod, status, store
+from tests.support.operator.builders import job, metadata, now, pod, status, store, world_of
 from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import (
@@ -20,7 +20,6 @@ from holdfast_core.ids import RestartRound
 from holdfast_core.names import placeholder_name
 from holdfast_operator.decide import sizes
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import BeginRound, Delete, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, PodPhase, PodView, Seen
 from holdfast_operator.model.labels import QUEUE_NAME
@@ -134,8 +133,8 @@ def test_a_placeholder_is_no_worker() -> None:
     """Its worker is a member of the gang, as after a growth that has just begun its round."""
     observed = waiting([0, 1, 2, 3])
     with_it = replace(observed, placeholders=(placeholder(2, "node-9"),))
-    assert World(with_it).obsolete_pods == ()
-    assert World(with_it).next_round == World(observed).next_round
+    assert world_of(with_it).obsolete_pods == ()
+    assert world_of(with_it).next_round == world_of(observed).next_round
     actions = decide(with_it, now()).actions
     deleted = Delete("Pod", "job-l2msg4-placeholder-2", "uid-job-l2msg4-placeholder-2", "")
     assert [a for a in actions if a != deleted] == list(decide(observed, now()).actions)

@@ -7,7 +7,16 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import START, condition, job, now, pod, sidecar, status
+from tests.support.operator.builders import (
+    START,
+    condition,
+    job,
+    now,
+    pod,
+    sidecar,
+    status,
+    world_of,
+)
 from tests.support.operator.decisions import counting
 
 from holdfast_core.api import (
@@ -29,7 +38,6 @@ from holdfast_operator.decide.conditions import never_applies
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.evidence import Failure, with_restart
 from holdfast_operator.decide.failures import rule_on
-from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import BeginRound, Decision, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason
@@ -311,7 +319,7 @@ def test_every_reason_of_a_rule_is_one_that_failures_have() -> None:
 
 def test_the_gang_restarts_where_no_rule_is_written() -> None:
     failure = Failure(Reason.RANK_FAILED, "rank 1 ended with code 1", Worker(1), exit_code=1)
-    ruling = rule_on(World(gang(dead(1, 1))), (failure,))
+    ruling = rule_on(world_of(gang(dead(1, 1))), (failure,))
     assert (ruling.action, ruling.matched, ruling.note) == (GANG, None, "")
 
 

@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import job, now, pod, sidecar, status, store, template
+from tests.support.operator.builders import (
+    job,
+    now,
+    pod,
+    sidecar,
+    status,
+    store,
+    template,
+    world_of,
+)
 from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import (
@@ -22,7 +31,6 @@ from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.nodes import why_pods_stay
-from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import Delete, EmitEvent, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,
@@ -154,7 +162,7 @@ def test_a_rule_that_fails_the_job_after_the_deletion_keeps_the_pods(
 ) -> None:
     observed = training(of=job(3, rules=rules))
     assert deleted(observed) == ([] if stays else [pod(1).name])
-    text = why_pods_stay(World(observed))
+    text = why_pods_stay(world_of(observed))
     assert (text is not None and "failurePolicy.rules[0] fails the job" in text) is stays
 
 

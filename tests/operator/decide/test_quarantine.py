@@ -19,6 +19,7 @@ from tests.support.operator.builders import (
     sidecar,
     silent,
     status,
+    world_of,
 )
 from tests.support.operator.decisions import counting
 from tests.support.operator.life import Life, dies_after
@@ -43,7 +44,6 @@ from holdfast_core.messages.schema import CoordinatorState, DeadRank, MemoryUse,
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.restore_point import Chosen, Exhausted, Wait, choose
 from holdfast_operator.decide.round_message import round_message
-from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import BeginRound, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, Seen
 from holdfast_operator.model.reasons import Reason
@@ -197,7 +197,7 @@ def test_a_quarantined_checkpoint_is_never_pruned_while_the_job_runs() -> None:
     assert life.status.last_persisted.step > bad.step + 20, "retention pruned others meanwhile"
     assert bad in life.cluster.gang.store.checkpoints
     assert marked(life) == {bad.step}
-    world = World(observed(life))
+    world = world_of(observed(life))
     assert [p.own_checkpoint for p in round_message(world).quarantined] == [bad]
 
 
@@ -306,7 +306,7 @@ def choice(
     memory = JobMemory(
         round=RestartRound(1), round_seen_at=1000.0, seen={(Seen.ANSWERING, ""): 1000.0}
     )
-    return choose(World(seen), memory, now(5000.0))
+    return choose(world_of(seen, memory, at=5000.0))
 
 
 def both(*manifests: Any, shards: Any) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import UID, job, metadata, now, pod, sidecar, status
+from tests.support.operator.builders import UID, job, metadata, now, pod, sidecar, status, world_of
 from tests.support.operator.decisions import created_pods, of_kind
 
 from holdfast_core.api import (
@@ -20,7 +20,6 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import pod_group_name
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.queue import counts, present_group
-from holdfast_operator.decide.world import World
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import BeginRound, Delete, ReleasePod, WriteStatus
 from holdfast_operator.model.job import (
@@ -101,7 +100,7 @@ GROUPS: dict[str, tuple[tuple[int, ...], tuple[PodView, ...], str | None, PodGro
 def test_the_group_of_new_pods(case: str) -> None:
     members, pods, queue, expected = GROUPS[case]
     observed = Observed(job=queued_job(status(1, members), queue), pods=pods)
-    assert present_group(World(observed)) == expected
+    assert present_group(world_of(observed)) == expected
 
 
 @pytest.mark.fault("Kueue's webhook adds a default priority class to pods")

@@ -17,6 +17,7 @@ from tests.support.operator.builders import (
     pod,
     sidecar,
     status,
+    world_of,
 )
 from tests.support.operator.progress import progress_of
 
@@ -366,7 +367,8 @@ def test_the_phases_add_up_for_all_measurements(
         begun_at=now(begin).utc,
     ).with_phases(detect=before[0], back_off=before[1])
     found = state(1, 11, times=RoundTimes(*times), finished=finished)
-    record = recovery.closed(begun, found, memory, moment)
+    world = World(Observed(job=job(2, status(1)), memory=memory), moment)
+    record = recovery.closed(begun, found, world)
     assert record.total_seconds is not None
     assert all(seconds >= 0.0 for seconds in record.phases().values())
     known = sum(record.phases().values())
@@ -399,7 +401,7 @@ def test_the_time_of_a_failure_is_never_after_its_detection(
         nodes={"node-1": NodeView("node-1", renewed_at=renewed_at)},
     )
     failure = Failure(reason, "lost", Worker(1))
-    fault = recovery.fault_at(World(observed), (failure,), memory, now(seen))
+    fault = recovery.fault_at(world_of(observed, memory, at=seen), (failure,))
     assert fault is None or fault <= seen
     if progress_at is not None:
         assert fault is not None

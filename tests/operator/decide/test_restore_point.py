@@ -13,12 +13,12 @@ from tests.support.operator.builders import (
     job,
     manifest,
     manifest_digest,
-    now,
     pod,
     sidecar,
     silent,
     status,
     store,
+    world_of,
 )
 
 from holdfast_core.api import LineageEntry, PersistedStep, TrainingJobStatus, changed
@@ -31,7 +31,7 @@ from holdfast_operator.decide.restore_point import (
     choose,
     extend_lineage,
 )
-from holdfast_operator.decide.world import World, back_to, on_lineage
+from holdfast_operator.decide.world import back_to, on_lineage
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Seen, SidecarView
 from holdfast_operator.model.reasons import Reason
 
@@ -49,7 +49,7 @@ def pick(
     **changes: object,
 ) -> Choice:
     base = Observed(job=job(2, state), pods=tuple(pods), sidecars=tuple(sidecars))
-    return choose(World(replace(base, **changes)), JUST_BEGUN, now(1000.0 + waited))  # type: ignore[arg-type]
+    return choose(world_of(replace(base, **changes), JUST_BEGUN, at=1000.0 + waited))  # type: ignore[arg-type]
 
 
 def chosen_step(choice: Choice) -> int | None:
@@ -132,7 +132,7 @@ def test_a_commit_that_was_cut_off_is_waited_for_up_to_60_seconds(
     waited: float, expected: int | None
 ) -> None:
     base = Observed(job=job(3, THREE), pods=(A, B, C), sidecars=(*CUT_OFF_COMMIT, silent(C, 990.0)))
-    choice = choose(World(base), JUST_BEGUN, now(1000.0 + waited))
+    choice = choose(world_of(base, JUST_BEGUN, at=1000.0 + waited))
     if expected is None:
         assert isinstance(choice, Wait)
         assert choice.note.reason == Reason.WAITING_FOR_HOLDERS
@@ -146,7 +146,7 @@ def test_the_60_seconds_count_from_the_first_answer() -> None:
     """After a silence of all sidecars, the others also need a moment to answer."""
     base = Observed(job=job(3, THREE), pods=(A, B, C), sidecars=(*CUT_OFF_COMMIT, silent(C, 100.0)))
     memory = replace(JUST_BEGUN, round_seen_at=100.0, seen={(Seen.ANSWERING, ""): 999.0})
-    assert isinstance(choose(World(base), memory, now(1000.0)), Wait)
+    assert isinstance(choose(world_of(base, memory)), Wait)
 
 
 @pytest.mark.parametrize("recorded", [None, 20], ids=["status lags", "status knows"])
@@ -288,7 +288,7 @@ def test_restore_from_another_jobs_checkpoint() -> None:
     source = checkpoint(1200, 2, name="other-s1200-r2", job="other", job_uid="other-uid")
     base = job(2, status(0), restore_from="other-s1200-r2", store="main")
     observed = Observed(job=base, pods=(A, B), checkpoints=(source,), store=store())
-    choice = choose(World(observed), JUST_BEGUN, now())
+    choice = choose(world_of(observed, JUST_BEGUN))
     assert isinstance(choice, Chosen)
     point = choice.point
     assert (point.step, point.round, point.job_uid) == (1200, 2, "other-uid")
@@ -306,7 +306,7 @@ def test_own_commits_win_over_restore_from() -> None:
         sidecars=(seen,),
         checkpoints=(source,),
     )
-    assert chosen_step(choose(World(observed), JUST_BEGUN, now())) == 20
+    assert chosen_step(choose(world_of(observed, JUST_BEGUN))) == 20
 
 
 def test_a_manifest_whose_commit_was_cut_off_does_not_block_the_beginning() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import UID, job, metadata, now, pod, sidecar, status
+from tests.support.operator.builders import UID, job, metadata, now, pod, sidecar, status, world_of
 from tests.support.operator.decisions import created_pods, of_kind
 
 from holdfast_core.api import (
@@ -25,7 +25,6 @@ from holdfast_core.names import certificates_secret_name, pod_name
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.gang import SPARES_EVERY_SECONDS
 from holdfast_operator.decide.spares import ready_spares
-from holdfast_operator.decide.world import World
 from holdfast_operator.model.actions import BeginRound, Delete, EmitEvent, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,
@@ -195,8 +194,8 @@ def test_a_spare_on_a_node_on_which_workers_failed_is_not_ready() -> None:
     observed = training(pod(0), pod(1), pod(2), SPARE, node_failures=(failure,))
     policy = changed(observed.job.spec.failure_policy, avoid_nodes=AvoidNodesSpec(failures=1))
     spec = changed(observed.job.spec, failure_policy=policy)
-    assert len(ready_spares(World(observed), observed.job.status)) == 1
-    avoiding = World(replace(observed, job=changed(observed.job, spec=spec)))
+    assert len(ready_spares(world_of(observed), observed.job.status)) == 1
+    avoiding = world_of(replace(observed, job=changed(observed.job, spec=spec)))
     assert ready_spares(avoiding, observed.job.status) == ()
 
 
@@ -341,6 +340,6 @@ def test_a_job_in_a_queue_has_no_spares_and_its_condition_says_why() -> None:
 def test_an_empty_label_of_a_queue_names_none_and_the_job_has_its_spares() -> None:
     observed = training(pod(0), pod(1), pod(2), SPARE)
     unqueued = metadata(observed.job, labels={QUEUE_NAME: ""})
-    world = World(replace(observed, job=unqueued))
+    world = world_of(replace(observed, job=unqueued))
     assert world.wanted_spares == 1
     assert [s.worker for s in ready_spares(world, world.status)] == [FIRST_SPARE]

@@ -12,12 +12,12 @@ from tests.support.operator.builders import (
     job,
     manifest,
     manifest_digest,
-    now,
     pod,
     sidecar,
     silent,
     status,
     uncommitted,
+    world_of,
 )
 from tests.support.operator.decisions import of_kind
 from tests.support.operator.life import Life
@@ -64,12 +64,14 @@ def world(
     *sidecars: SidecarView,
     pods: tuple[PodView, ...] = (A, B),
     state: TrainingJobStatus = BOTH_SURVIVED,
+    waited: float = 0.0,
 ) -> World:
-    return World(Observed(job=job(2, state), pods=pods, sidecars=sidecars))
+    seen = Observed(job=job(2, state), pods=pods, sidecars=sidecars)
+    return world_of(seen, JUST_BEGUN, at=1000.0 + waited)
 
 
 def choose(*sidecars: SidecarView, waited: float = 0.0, **parts: Any) -> Choice:
-    return restore_point.choose(world(*sidecars, **parts), JUST_BEGUN, now(1000.0 + waited))
+    return restore_point.choose(world(*sidecars, waited=waited, **parts))
 
 
 def chosen_step(choice: Choice) -> int | None:
@@ -101,7 +103,7 @@ def test_the_manifest_is_the_one_that_the_coordinator_would_have_built() -> None
 
 
 def test_members_are_sent_the_manifest_and_no_restore_point_is_chosen() -> None:
-    decision = rounds.choose(world(*COMPLETE), JUST_BEGUN, now(1000.0))
+    decision = rounds.choose(world(*COMPLETE))
     sent = of_kind(decision.actions, "call /v1/finish-commit")
     assert [(a.worker, a.pod_uid) for a in sent] == [(0, A.uid), (1, B.uid)]
     message = sent[0].message

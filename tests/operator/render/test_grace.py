@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import job, now, pod, sidecar, status, template
+from tests.support.operator.builders import job, pod, sidecar, status, template, world_of
 
 from holdfast_core.api import (
     GoodputStatus,
@@ -48,11 +48,13 @@ def test_a_grace_period_of_the_template_stays(chosen: int, expected: Grace) -> N
     assert grace_of(one) == expected
 
 
-def gang(local: int, copied: int | None, memory: JobMemory, copies: int = 1) -> World:
+def gang(
+    local: int, copied: int | None, memory: JobMemory, copies: int = 1, *, at: float = 150
+) -> World:
     begun = status(0, (0, 0), restore_point=RestorePointStatus(), coordinator=Worker(0))
     pods = (pod(0), pod(1))
     newest = None if copied is None else RestorePoint(Step(copied), RestartRound(0))
-    return World(
+    return world_of(
         Observed(
             job=job(2, begun, peer_copies=copies),
             pods=pods,
@@ -64,8 +66,9 @@ def gang(local: int, copied: int | None, memory: JobMemory, copies: int = 1) -> 
                 last_local=RestorePoint(Step(local), RestartRound(0)),
                 last_replicated=newest,
             ),
-            memory=memory,
-        )
+        ),
+        memory,
+        at=at,
     )
 
 
@@ -73,7 +76,9 @@ def measured(*seen: tuple[float, int, int | None], copies: int = 1) -> JobMemory
     """Return the memory after passes at these times, which see these local and copied steps."""
     memory = JobMemory()
     for at, local, copied in seen:
-        memory = advance(gang(local, copied, memory, copies), now(at))
+        world = gang(local, copied, memory, copies, at=at)
+        advance(world)
+        memory = world.memory
     return memory
 
 
@@ -104,7 +109,7 @@ def test_without_copies_there_is_no_flush_to_peers() -> None:
 def test_the_status_shows_the_longest_flush() -> None:
     memory = replace(measured((100, 10, None), (140, 10, 10)), flush_seconds=39.5)
     world = gang(10, 10, memory)
-    shown = refresh(world, now(150), memory, world.status)
+    shown = refresh(world, world.status)
     assert shown.flush_seconds == 40
     longer = changed(world.status, flush_seconds=50)
-    assert refresh(world, now(150), memory, longer).flush_seconds == 50
+    assert refresh(world, longer).flush_seconds == 50

@@ -53,10 +53,13 @@ from holdfast_core.ids import (
 )
 from holdfast_core.messages.schema import ListedShard, ShardInfo, UncommittedShard
 from holdfast_core.names import checkpoint_name, pod_name
+from holdfast_operator.decide.world import World
 from holdfast_operator.model.job import (
     InventoryView,
+    JobMemory,
     ManifestView,
     Now,
+    Observed,
     PodPhase,
     PodView,
     Reachable,
@@ -72,6 +75,11 @@ NAMESPACE = "team-a"
 def now(seconds: float = 1000.0) -> Now:
     """Return the moment `seconds` after START, on the monotonic and the wall clock."""
     return Now(seconds, datetime.fromtimestamp(START.timestamp() + seconds, UTC))
+
+
+def world_of(observed: Observed, memory: JobMemory | None = None, *, at: float = 1000.0) -> World:
+    """Return what a pass over this job knows at `now(at)`."""
+    return World(observed if memory is None else replace(observed, memory=memory), now(at))
 
 
 def template() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_operator.decide.world import World
-from holdfast_operator.model.job import Now, OwnerView
+from holdfast_operator.model.job import OwnerView
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.pod import injection
 
@@ -37,7 +37,7 @@ def refusal(world: World) -> str | None:
     )
 
 
-def with_adoption(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_adoption(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with what pods get at admission, and with condition Adopted."""
     job = world.observed.job
     if not isinstance(job, CheckpointAdoption) or not isinstance(status, CheckpointAdoptionStatus):
@@ -49,7 +49,7 @@ def with_adoption(status: TrainingJobStatus, world: World, now: Now) -> Training
     refused = refusal(world)
     reason = Reason.PODS_ADOPTED if refused is None else Reason.LOCAL_COPIES_WOULD_BE_LOST
     text = owner.cost if refused is None else refused
-    return status.with_condition(kind, refused is None, reason, text, now.utc, job.generation)
+    return world.with_condition(status, kind, refused is None, reason, text)
 
 
 def _with_injection(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast_core.api import (
     Checkpoint,
@@ -38,7 +38,7 @@ from holdfast_core.names import checkpoint_name
 from holdfast_operator.decide.readable import quarantined
 from holdfast_operator.decide.world import World, on_lineage
 from holdfast_operator.model.actions import Action, Call, CallPath, Delete, DesiredObject
-from holdfast_operator.model.job import JobMemory, Now, RequestedSave
+from holdfast_operator.model.job import Now, RequestedSave
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.objects import render_change, render_checkpoint
 
@@ -115,28 +115,23 @@ MAX_OPEN_REQUESTS = 16
 """Largest number of requests to save of one job that are open at the same time."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointPlan:
-    actions: tuple[Action, ...]
-    memory: JobMemory
-
-
 def pending_commit(world: World) -> PersistedStep | None:
     """Return the newest checkpoint that the coordinator persisted if the status does not record it yet."""
-    state = world.coordinator
-    status = world.status
-    if state is None or state.last_persisted is None or status.restore_point is None:
-        return None
-    point = state.last_persisted
-    if point.step is None or point.round is None or point.manifest is None:
+    point, status, last = world.state.last_persisted, world.status, world.last_persisted
+    found = _commit_of(point)
+    if point is None or found is None or status.restore_point is None:
         return None
     if point.job_uid not in (None, world.observed.job.uid):
         return None
-    found = PersistedStep(step=point.step, round=point.round, manifest=point.manifest)
-    last = world.last_persisted
     if last is not None and (found.step, found.round) <= (last.step, last.round):
         return None
     return found if on_lineage(found.id, status.lineage) else None
+
+
+def _commit_of(point: RestorePoint | None) -> PersistedStep | None:
+    if point is None or point.step is None or point.round is None or point.manifest is None:
+        return None
+    return PersistedStep(step=point.step, round=point.round, manifest=point.manifest)
 
 
 def has_object(world: World, checkpoint: CheckpointId) -> bool:
@@ -160,30 +155,32 @@ def committable(world: World) -> PersistedStep | None:
     return pending_commit(world)
 
 
-def plan(world: World, memory: JobMemory, now: Now) -> CheckpointPlan:
-    """Return the actions on Checkpoint objects while the round starts or runs, and the new memory."""
-    requests, memory = _requests(world, memory, now)
-    actions = [*_projection(world, now, requests), *requests, *_finalizers(world, now)]
+def plan(world: World) -> list[Action]:
+    """Return the actions on Checkpoint objects while the round starts or runs."""
+    requests = _requests(world)
+    actions = [*_projection(world, requests), *requests, *_finalizers(world)]
     if not actions:  # an object is written once in a pass, or the second write would conflict
-        actions.extend(quarantine_marks(world, now))
+        actions.extend(quarantine_marks(world))
     actions.extend(_deletes(world))
-    actions.extend(_retention(world, now))
-    return CheckpointPlan(tuple(actions), memory)
+    actions.extend(_retention(world))
+    return actions
 
 
-def quarantine_marks(world: World, now: Now) -> list[Action]:
+def quarantine_marks(world: World) -> list[Action]:
     """Return the writes of condition Quarantined of the job's Checkpoint objects. It ends with the job."""
     over = world.status.completion_time is not None
-    return marks(world.own_checkpoints, frozenset() if over else quarantined(world), now)
+    return marks(world.own_checkpoints, frozenset() if over else quarantined(world), world.now)
 
 
-def expire_requests(world: World, now: Now) -> tuple[Action, ...]:
+def expire_requests(world: World) -> tuple[Action, ...]:
     """Return actions that expire the open requests to save of a job that has ended."""
     message = "the job ended before this was saved"
     return tuple(
         _change(
             c,
-            with_phase(c.status, CheckpointPhase.EXPIRED, now, pinned=c.spec.pin, message=message),
+            with_phase(
+                c.status, CheckpointPhase.EXPIRED, world.now, pinned=c.spec.pin, message=message
+            ),
         )
         for c in _open_requests(world)[:WRITES_PER_PASS]
     )
@@ -192,28 +189,28 @@ def expire_requests(world: World, now: Now) -> tuple[Action, ...]:
 # --------------------------------------------------------------------------- projection
 
 
-def records(world: World, now: Now) -> list[Action]:
+def records(world: World) -> list[Action]:
     """Return the create of the Checkpoint object that records the newest commit, if it is missing."""
-    return _projection(world, now, [])
+    return _projection(world, [])
 
 
-def _projection(world: World, now: Now, requests: list[Action]) -> list[Action]:
+def _projection(world: World, requests: list[Action]) -> list[Action]:
     last = world.status.last_persisted
     becomes = last is not None and any(
         isinstance(a, DesiredObject)
         and (a.body.get("spec"), a.body["status"]["round"]) == ({"step": last.step}, last.round)
         for a in requests
     )
-    return [] if last is None or becomes else record_of(world, last, now)
+    return [] if last is None or becomes else record_of(world, last)
 
 
-def record_of(world: World, last: PersistedStep, now: Now) -> list[Action]:
+def record_of(world: World, last: PersistedStep) -> list[Action]:
     """Return the create of the Checkpoint object that records this commit, if it is missing."""
     if has_object(world, last.id):
         return []
     job = world.observed.job
     name = checkpoint_name(job.name, job.uid, last.id)
-    status = _with_commit(CheckpointStatus(), world, last, now, persisted=True, pinned=False)
+    status = _with_commit(CheckpointStatus(), world, last, persisted=True, pinned=False)
     return [DesiredObject(render_checkpoint(job, name, last.step, status))]
 
 
@@ -221,33 +218,27 @@ def _with_commit(
     status: CheckpointStatus,
     world: World,
     last: PersistedStep,
-    now: Now,
     *,
     persisted: bool,
     pinned: bool,
 ) -> CheckpointStatus:
     """Return the status of a Checkpoint object as the record of this commit."""
-    job, state = world.observed.job, world.coordinator
-    point = None if state is None else state.last_persisted
-    size_bytes = 0
-    if (
-        state is not None
-        and point is not None
-        and (point.step, point.round) == (last.step, last.round)
-    ):
-        size_bytes = state.last_persisted_bytes
+    job, point = world.observed.job, world.state.last_persisted
+    is_newest = point is not None and (point.step, point.round) == (last.step, last.round)
     status = changed(
         status,
         round=last.round,
         manifest=last.manifest,
-        bytes=size_bytes or None,
+        bytes=(world.state.last_persisted_bytes or None) if is_newest else None,
         world_size=_ranks_of(world, last),
         job_uid=job.uid,
         job_namespace=job.namespace,
-        committed_at=now.utc,
+        committed_at=world.now.utc,
     )
     committed = CheckpointPhase.COMMITTED
-    return with_phase(status, committed, now, pinned=pinned, persisted=persisted, replicated=True)
+    return with_phase(
+        status, committed, world.now, pinned=pinned, persisted=persisted, replicated=True
+    )
 
 
 def _ranks_of(world: World, commit: PersistedStep) -> int | None:
@@ -264,10 +255,10 @@ def _ranks_of(world: World, commit: PersistedStep) -> int | None:
 # --------------------------------------------------------------------------- requests
 
 
-def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], JobMemory]:
+def _requests(world: World) -> list[Action]:
     open_ = _open_requests(world)
     excess = open_[MAX_OPEN_REQUESTS:]
-    known = {a.name: a for a in memory.save_requests if a.round == world.round}
+    known = {a.name: a for a in world.memory.save_requests if a.round == world.round}
     save_requests = {c.name: known[c.name] for c in open_ if c.name in known}
     actions: list[Action] = []
     unsent: list[Checkpoint] = []
@@ -275,18 +266,18 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
         sent = save_requests.get(checkpoint.name)
         done = _fulfilling_commit(world, checkpoint, sent)
         if done is not None:
-            actions.append(_record(world, checkpoint, done, now))
+            actions.append(_record(world, checkpoint, done))
         elif sent is None and checkpoint.spec.step is None:
             unsent.append(checkpoint)
         elif sent is not None and not sent.marked:
-            actions.extend(_in_progress(checkpoint, now))
+            actions.extend(_in_progress(checkpoint, world.now))
             save_requests[checkpoint.name] = replace(sent, marked=True)
     save, served = _request_save(world, unsent, tuple(save_requests.values()))
     actions.extend(save)
     if served is not None:
         for checkpoint in unsent:
             save_requests[checkpoint.name] = replace(served, name=checkpoint.name, marked=True)
-            actions.extend(_in_progress(checkpoint, now))
+            actions.extend(_in_progress(checkpoint, world.now))
     message = (
         f"not saved: {MAX_OPEN_REQUESTS} older requests of the job are still open. One save serves all "
         "requests of a moment; delete this object and request again when they are saved"
@@ -295,22 +286,22 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
         status = with_phase(
             checkpoint.status,
             CheckpointPhase.EXPIRED,
-            now,
+            world.now,
             pinned=checkpoint.spec.pin,
             reason=Reason.TOO_MANY_REQUESTS,
             message=message,
         )
         actions.append(_change(checkpoint, status))
-    return actions, replace(memory, save_requests=tuple(save_requests.values()))
+    world.remember(save_requests=tuple(save_requests.values()))
+    return actions
 
 
-def _record(world: World, checkpoint: Checkpoint, commit: PersistedStep, now: Now) -> DesiredObject:
+def _record(world: World, checkpoint: Checkpoint, commit: PersistedStep) -> DesiredObject:
     """Return the write that makes a request the record of the commit that fulfils it."""
     status = _with_commit(
         checkpoint.status,
         world,
         commit,
-        now,
         persisted=world.observed.job.spec.store is not None,
         pinned=checkpoint.spec.pin,
     )
@@ -319,16 +310,14 @@ def _record(world: World, checkpoint: Checkpoint, commit: PersistedStep, now: No
 
 def _request_save(
     world: World, unsent: list[Checkpoint], sent: tuple[RequestedSave, ...]
-) -> tuple[list[Action], RequestedSave | None]:
+) -> tuple[list[Call], RequestedSave | None]:
     """Return the request for one save that serves all these Checkpoints, and what is remembered of it.
 
     There is no action if an earlier request serves them as well, because no step has been finished since it
     was sent. The second value is None if nothing can be requested now.
     """
-    coordinator, state = world.coordinator_member(), world.coordinator
-    if not unsent or state is None or not state.running or state.finished:
-        return [], None
-    if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
+    state = world.state
+    if not unsent or not state.running or state.finished:
         return [], None
     trained = None if state.progress is None else state.progress.last
     shared = next((r for r in sent if r.after_step == trained), None)
@@ -337,9 +326,8 @@ def _request_save(
     # The newest name is the token. A coordinator ignores a token that it knows, and after a restart of the
     # operator older requests may be sent a second time together with a new one.
     token = unsent[-1].name
-    pod, message = coordinator.pod, GangRequest(world.round, token)
-    save = Call(CallPath.SAVE, coordinator.worker, pod.peer_name, pod.uid, message)
-    return [save], RequestedSave(token, world.round, trained, token)
+    save = world.call_coordinator(CallPath.SAVE, GangRequest(world.round, token))
+    return save, RequestedSave(token, world.round, trained, token) if save else None
 
 
 def _in_progress(checkpoint: Checkpoint, now: Now) -> list[Action]:
@@ -379,12 +367,9 @@ def _fulfilling_commit(
     It is persisted if the job has a store, else replicated. If spec.step is set already, only the commit of
     that step fulfils the request.
     """
-    found, state = world.status.last_persisted, world.coordinator
+    found = world.status.last_persisted
     if world.observed.job.spec.store is None:
-        point = None if state is None else state.last_replicated
-        if point is None or point.step is None or point.round is None or point.manifest is None:
-            return None
-        found = PersistedStep(step=point.step, round=point.round, manifest=point.manifest)
+        found = _commit_of(world.state.last_replicated)
     if found is None:
         return None
     if checkpoint.spec.step is not None:
@@ -397,7 +382,7 @@ def _fulfilling_commit(
 # --------------------------------------------------------------------------- retention, deletes
 
 
-def _finalizers(world: World, now: Now) -> list[Action]:
+def _finalizers(world: World) -> list[Action]:
     """Return actions that add our finalizer to committed Checkpoints with deletionPolicy DeleteData."""
     bare = [
         c
@@ -412,7 +397,7 @@ def _finalizers(world: World, now: Now) -> list[Action]:
         DesiredObject(
             render_change(
                 c,
-                _with_phase_of_record(c, CheckpointPhase.COMMITTED, now),
+                _with_phase_of_record(c, CheckpointPhase.COMMITTED, world.now),
                 finalizers=(*c.metadata.finalizers, Checkpoint.FINALIZER),
             )
         )
@@ -453,11 +438,10 @@ def _protected(world: World) -> set[CheckpointId]:
 
 def may_prune(world: World) -> bool:
     """Return whether this round has a replicated or persisted commit. Before it, nothing may be pruned."""
-    state = world.coordinator
-    if state is None or world.status.restore_point is None:
-        return False
-    points = (state.last_replicated, state.last_persisted)
-    return any(p is not None and p.round == world.round for p in points)
+    points = (world.state.last_replicated, world.state.last_persisted)
+    return world.status.restore_point is not None and any(
+        p is not None and p.round == world.round for p in points
+    )
 
 
 def _deletes(world: World) -> list[Action]:
@@ -481,7 +465,7 @@ def _deletes(world: World) -> list[Action]:
     return actions
 
 
-def _retention(world: World, now: Now) -> list[Action]:
+def _retention(world: World) -> list[Action]:
     # A missing checkpoint would count as one of those that are kept, and the others would be deleted.
     if not may_prune(world) or world.status.is_true(JobCondition.CHECKPOINT_MISSING):
         return []
@@ -505,22 +489,24 @@ def _retention(world: World, now: Now) -> list[Action]:
     excess = [c for i, c in committed if i not in kept]
     for checkpoint in excess[:PRUNES_PER_PASS]:
         message = "pruned by spec.checkpoint.retention"
-        deleting = _with_phase_of_record(checkpoint, CheckpointPhase.DELETING, now, message)
+        deleting = _with_phase_of_record(checkpoint, CheckpointPhase.DELETING, world.now, message)
         actions.append(_change(checkpoint, deleting))
     return actions
 
 
 def _prune(world: World, checkpoint: Checkpoint) -> list[Action]:
     coordinator = world.coordinator_member()
-    if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
-        return []
-    if not coordinator.alive or not may_prune(world) or checkpoint.id is None:
+    if (
+        coordinator is None
+        or not coordinator.alive
+        or not may_prune(world)
+        or checkpoint.id is None
+    ):
         return []
     point = RestorePoint(checkpoint.spec.step, checkpoint.status.round, checkpoint.status.manifest)
-    pod, message = coordinator.pod, Prune(world.round, (point,))
-    call = Call(CallPath.PRUNE, coordinator.worker, pod.peer_name, pod.uid, message)
-    why = "it is pruned, or a user has deleted it"
-    return [Delete(Checkpoint.KIND, checkpoint.name, checkpoint.uid, why, data=call)]
+    calls = world.call_coordinator(CallPath.PRUNE, Prune(world.round, (point,)))
+    name, uid, why = checkpoint.name, checkpoint.uid, "it is pruned, or a user has deleted it"
+    return [Delete(Checkpoint.KIND, name, uid, why, data=call) for call in calls]
 
 
 def _change(checkpoint: Checkpoint, status: CheckpointStatus) -> DesiredObject:

@@ -44,37 +44,31 @@ from holdfast_operator.decide.world import (
     World,
     has_no_gang,
     restore_point_is_missing,
-    seconds_since,
-    set_condition,
 )
-from holdfast_operator.model.actions import Action, Decision, EmitEvent, EventKind, WriteStatus
-from holdfast_operator.model.job import JobMemory, Now, PodPhase, Reachable, Unreadable
+from holdfast_operator.model.actions import (
+    Action,
+    Decision,
+    EmitEvent,
+    WriteStatus,
+    normal,
+    warning,
+)
+from holdfast_operator.model.job import PodPhase, Reachable, Unreadable
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_cause, first_of
 
 NAMED_CHECKPOINTS = 8
 
 
-def with_policy(
-    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
-) -> TrainingJobStatus:
-    """Return the status with the conditions about failurePolicy and missing checkpoints up to date."""
-    status = _with_avoided_nodes(status, world, memory, now)
-    status = with_missing(with_quarantine(status, world, now), world, now)
-    return _with_rules(status, world, now)
-
-
-def _with_avoided_nodes(
-    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
-) -> TrainingJobStatus:
+def with_avoided_nodes(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with the failures of the window, and with condition NodesAvoided.
 
     A job that never avoided a node does not get the condition.
     """
     kind, job = JobCondition.NODES_AVOIDED, world.observed.job
-    status = with_failures_of_window(status, world, now)
+    status = with_failures_of_window(status, world)
     nodes = failed_nodes(world, status)
-    if nodes and no_node_is_left(memory, now):
+    if nodes and no_node_is_left(world):
         text = (
             f"no node took a pod that avoids {first_of(nodes)}: these nodes are used again, and their "
             "failures are forgotten"
@@ -95,10 +89,10 @@ def _with_avoided_nodes(
     else:
         return status
     value, reason, text = note
-    return status.with_condition(kind, value, reason, text, now.utc, job.generation)
+    return world.with_condition(status, kind, value, reason, text)
 
 
-def with_quarantine(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_quarantine(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status without released checkpoints, and with condition Quarantined.
 
     A job that never quarantined a checkpoint does not get the condition.
@@ -117,29 +111,30 @@ def with_quarantine(status: TrainingJobStatus, world: World, now: Now) -> Traini
     elif status.condition(kind) is None:
         return status
     found = bool(status.quarantined)
-    return status.with_condition(kind, found, reason, text, now.utc, world.observed.job.generation)
+    return world.with_condition(status, kind, found, reason, text)
 
 
 def describe_wait(world: World) -> str | None:
     """Return why the gang waits for its restore point, if no place has a good copy of it."""
-    point, state = world.status.restore_point, world.coordinator
-    if state is None or point is None or not restore_point_is_missing(world):
+    point = world.status.restore_point
+    if point is None or not restore_point_is_missing(world):
         return None
+    cause = first_cause(world.state.cannot_restore)
     return (
         f"no place has a good copy of step {point.step} of round {point.round}, from which the gang is to "
-        f"continue: {first_cause(state.cannot_restore)}. The gang waits, and continues by itself when the "
+        f"continue: {cause}. The gang waits, and continues by itself when the "
         "checkpoint is there again: restore the objects, or correct bucket and prefix of the store. Nothing "
         "else is deleted meanwhile"
     )
 
 
-def with_missing(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_missing(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition CheckpointMissing, which a job gets when it first misses one.
 
     status.missing ends when the gang trains, because it descends from another checkpoint then. After the end
     of the job it ends when every worker has its shards of the restore point again.
     """
-    kind, generation = JobCondition.CHECKPOINT_MISSING, world.observed.job.generation
+    kind = JobCondition.CHECKPOINT_MISSING
     present = status.restart_round == world.status.restart_round
     found = status.is_true(JobCondition.RUNNING) or (
         status.completion_time is not None and readable.restore_point_is_there(world)
@@ -153,19 +148,17 @@ def with_missing(status: TrainingJobStatus, world: World, now: Now) -> TrainingJ
     text = text or readable.newest_is_missing(world)
     if text is not None:
         reason = Reason.CHECKPOINT_MISSING
-        return status.with_condition(kind, True, reason, text[:1024], now.utc, generation)
-    state = world.coordinator
-    known = state is not None and (
-        found if world.observed.job.spec.store is None else state.newest_is_stored
-    )
+        return world.with_condition(status, kind, True, reason, text)
+    is_local = world.observed.job.spec.store is None
+    known = (world.coordinator is not None and found) if is_local else world.state.newest_is_stored
     if not status.is_true(kind) or not known:
         return status
     text = "the checkpoints that the status names are there"
     reason = Reason.CHECKPOINTS_FOUND
-    return status.with_condition(kind, False, reason, text, now.utc, generation)
+    return world.with_condition(status, kind, False, reason, text)
 
 
-def _with_rules(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_rules(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition FailureRulesApply, which a job without such a rule does not get.
 
     The job continues as if the rule were missing.
@@ -183,7 +176,7 @@ def _with_rules(status: TrainingJobStatus, world: World, now: Now) -> TrainingJo
             f"{names} can never match, because the rules before match all of its values: remove it, or "
             "move it before them. The job goes on as if the rule were missing"
         )
-    return status.with_condition(kind, not idle, reason, text, now.utc, job.generation)
+    return world.with_condition(status, kind, not idle, reason, text)
 
 
 def never_applies(rules: tuple[FailureRule, ...]) -> tuple[int, ...]:
@@ -211,22 +204,22 @@ LEASE_MARGIN_SECONDS = 5.0
 """Margin on suspectAfterSeconds, because the operator notices a stopped lease a little later than that."""
 
 
-def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
+def silent_peer(world: World) -> str | None:
     """Return why failed ranks do not begin a round yet: a peer's node may be lost. None: they do.
 
     When such a node closes its connections, the other ranks fail within seconds, but its lease counts as
     stopped only after suspectAfterSeconds. A round that began before could only wait for that node. It would
     be an additional round and count towards maxRestarts (ADR 0008).
     """
-    failed_at, state = memory.failure_seen_at, world.coordinator
-    if failed_at is None or state is None or not state.dead:
+    failed_at = world.memory.failure_seen_at
+    if failed_at is None or not world.state.dead:
         return None
     seconds = world.observed.job.spec.node_loss.suspect_after_seconds + LEASE_MARGIN_SECONDS
     for member in world.members:
         answered_at = None if member.sidecar is None else member.sidecar.answered_at
         if member.pod is None or not _may_answer(member) or answered_at is None:
             continue
-        if answered_at < failed_at and now.monotonic - failed_at < seconds:
+        if answered_at < failed_at and world.now.monotonic - failed_at < seconds:
             return (
                 f"the sidecar of pod {member.pod.name} has not answered since then, so its node "
                 "may be lost. The next round begins when it answers or its node counts as lost, "
@@ -235,27 +228,26 @@ def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
     return None
 
 
-def with_silence(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_silence(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with the present condition SidecarsUnreachable.
 
     The condition turns False only when every sidecar has answered, or the job has ended or is suspended. An
     operator that has just started has called no sidecar yet, so it keeps the condition of its predecessor.
     """
     old = status.condition(JobCondition.SIDECARS_UNREACHABLE)
-    silent = [m for m in world.members if _is_silent(m, now)]
-    generation = world.observed.job.generation
+    silent = [m for m in world.members if _is_silent(m, world)]
     if status.completion_time is not None or status.is_true(JobCondition.SUSPENDED):
         silent, settled = [], True
     else:
         settled = all(m.reachable for m in world.members if _may_answer(m))
     if silent:
-        since = now.utc if old is None or not old.is_true else old.last_transition_time
+        since = world.now.utc if old is None or not old.is_true else old.last_transition_time
         note = Note(_reason(world), _silence_text(world, silent, stamp(since)))
-        return set_condition(status, JobCondition.SIDECARS_UNREACHABLE, True, note, now, generation)
+        return world.with_condition(status, JobCondition.SIDECARS_UNREACHABLE, True, *note)
     if old is None or not old.is_true or not settled:
         return status
     note = Note(Reason.SIDECARS_ANSWER, "every sidecar whose pod runs answers the operator")
-    return set_condition(status, JobCondition.SIDECARS_UNREACHABLE, False, note, now, generation)
+    return world.with_condition(status, JobCondition.SIDECARS_UNREACHABLE, False, *note)
 
 
 def _may_answer(member: MemberState) -> bool:
@@ -263,13 +255,13 @@ def _may_answer(member: MemberState) -> bool:
     return pod is not None and pod.alive and pod.phase is PodPhase.RUNNING
 
 
-def _is_silent(member: MemberState, now: Now) -> bool:
+def _is_silent(member: MemberState, world: World) -> bool:
     sidecar = member.sidecar
     return (
         _may_answer(member)
         and sidecar is not None
         and sidecar.reachable is Reachable.NO
-        and seconds_since(sidecar.unreachable_since, now) >= REPORTED_AFTER_SECONDS
+        and world.seconds_since(sidecar.unreachable_since) >= REPORTED_AFTER_SECONDS
     )
 
 
@@ -319,7 +311,7 @@ def factor(status: TrainingJobStatus) -> float:
     return 1.0 if status.hangs is None else 2.0 ** min(status.hangs.restarts, MAX_DOUBLINGS)
 
 
-def with_hang(status: TrainingJobStatus, world: World, cause: str, now: Now) -> TrainingJobStatus:
+def with_hang(status: TrainingJobStatus, world: World, cause: str) -> TrainingJobStatus:
     """Return the status of a round that begins because the gang hangs.
 
     The condition is true from the second hang at the same step on.
@@ -338,7 +330,7 @@ def with_hang(status: TrainingJobStatus, world: World, cause: str, now: Now) -> 
         else HangsStatus(step=step, restarts=1)
     )
     if known is not None and not again:
-        status = _passed(status, known.step, world, now)
+        status = _passed(status, known.step, world)
     status = changed(status, hangs=hangs)
     if not again:
         return status
@@ -349,26 +341,23 @@ def with_hang(status: TrainingJobStatus, world: World, cause: str, now: Now) -> 
         'code: `with checkpointer.paused("an evaluation"):`. Or set failurePolicy.hangs.seconds to more than '
         "it takes"
     )
-    generation = world.observed.job.generation
-    return status.with_condition(
-        JobCondition.HANGS_REPEAT, True, Reason.HUNG, text, now.utc, generation
-    )
+    return world.with_condition(status, JobCondition.HANGS_REPEAT, True, Reason.HUNG, text)
 
 
-def with_passed_hangs(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_passed_hangs(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status without hangs at a step that all ranks have passed."""
     hangs = status.hangs
     if hangs is None or status.step is None or status.step <= hangs.step:
         return status
-    return _passed(changed(status, hangs=None), hangs.step, world, now)
+    return _passed(changed(status, hangs=None), hangs.step, world)
 
 
-def _passed(status: TrainingJobStatus, step: Step, world: World, now: Now) -> TrainingJobStatus:
-    kind, generation = JobCondition.HANGS_REPEAT, world.observed.job.generation
+def _passed(status: TrainingJobStatus, step: Step, world: World) -> TrainingJobStatus:
+    kind = JobCondition.HANGS_REPEAT
     if not status.is_true(kind):
         return status
     text = f"a step followed step {step}"
-    return status.with_condition(kind, False, Reason.RECOVERED, text, now.utc, generation)
+    return world.with_condition(status, kind, False, Reason.RECOVERED, text)
 
 
 _PARTS = {"Input": "mostly for its input", "Forward": "mostly for its forward passes"}
@@ -418,15 +407,14 @@ def straggler_events(
     """
     found = () if world.coordinator is None else world.coordinator.stragglers
     events = [
-        EmitEvent(EventKind.WARNING, Reason.STRAGGLER, _describe(s, world))
+        warning(Reason.STRAGGLER, _describe(s, world))
         for s in found
         if s.rank in after.stragglers and s.rank not in before.stragglers
     ]
     if has_no_gang(after) or before.restart_round != after.restart_round:
         return events
     return events + [
-        EmitEvent(
-            EventKind.NORMAL,
+        normal(
             Reason.STRAGGLER_RECOVERED,
             f"{_place(rank, world)} is no straggler any more",
         )
@@ -444,18 +432,14 @@ def _describe(straggler: Straggler, world: World) -> str:
 
 
 def _place(rank: Rank, world: World) -> str:
-    worker = _worker(rank, world)
-    member = world.member(worker)
-    pod = None if member is None else member.pod
-    on = "" if pod is None or pod.node is None else f" on node {pod.node}"
-    return f"rank {rank} of worker {worker}{on}"
+    return f"rank {rank} of {world.place(_worker(rank, world))}"
 
 
 WAITING_SECONDS = 10.0
 POD_KIND = "Pod"
 
 
-def unreadable_pass(world: World, memory: JobMemory, now: Now) -> Decision | None:
+def unreadable_pass(world: World) -> Decision | None:
     """Return the whole decision of the pass while a pod of the job cannot be parsed, else None.
 
     The first pass in which all pods can be parsed again sets Readable=True, and does nothing else.
@@ -467,12 +451,12 @@ def unreadable_pass(world: World, memory: JobMemory, now: Now) -> Decision | Non
         if known is None or not known.is_false:
             return None
         note = Note(Reason.READ_AGAIN, "the job and its pods can be read")
-        return _written(world, memory, now, True, note, ())
+        return _written(world, True, note, ())
     note = Note(Reason.CANNOT_READ, _hidden_text(hidden))
     if known is not None and known.is_false and known.message == note.message:
-        return Decision.of((), WAITING_SECONDS, note.message, memory)
-    event = EmitEvent(EventKind.WARNING, note.reason, note.message)
-    return _written(world, memory, now, False, note, (event,))
+        return Decision.of((), WAITING_SECONDS, note.message)
+    event = warning(note.reason, note.message)
+    return _written(world, False, note, (event,))
 
 
 def _hidden_text(hidden: list[Unreadable]) -> str:
@@ -484,10 +468,8 @@ def _hidden_text(hidden: list[Unreadable]) -> str:
     )
 
 
-def _written(
-    world: World, memory: JobMemory, now: Now, value: bool, note: Note, events: tuple[Action, ...]
-) -> Decision:
+def _written(world: World, value: bool, note: Note, events: tuple[Action, ...]) -> Decision:
     job = world.observed.job
-    status = set_condition(job.status, JobCondition.READABLE, value, note, now, job.generation)
+    status = world.with_condition(job.status, JobCondition.READABLE, value, *note)
     write = WriteStatus(job.resource_version, status)
-    return Decision.of((write, *events), WAITING_SECONDS if events else 0.0, note.message, memory)
+    return Decision.of((write, *events), WAITING_SECONDS if events else 0.0, note.message)

@@ -31,19 +31,17 @@ from holdfast_core.api import JobCondition
 from holdfast_operator.decide import ends, failures, lifecycle, new_rounds, queue, rounds, sizes
 from holdfast_operator.decide.conditions import unreadable_pass
 from holdfast_operator.decide.notices import with_notices
-from holdfast_operator.decide.world import World, advance, is_over, with_failure
+from holdfast_operator.decide.world import World, advance, is_over, see_failure
 from holdfast_operator.decide.writes import fail_job, written
 from holdfast_operator.model.actions import (
     BeginRound,
     ChooseRestorePoint,
     Decision,
     Delete,
-    EmitEvent,
-    EventKind,
     ReleasePod,
+    normal,
 )
 from holdfast_operator.model.job import Now, Observed
-from holdfast_operator.model.pod_source import pod_source
 from holdfast_operator.model.reasons import Reason
 
 __all__ = ["decide"]
@@ -60,16 +58,19 @@ _WITHOUT_FAILURES = (
 
 def decide(observed: Observed, now: Now) -> Decision:
     """Return the actions of one pass over one job, and the memory for the next pass."""
-    decision, source = _decide(observed, now), pod_source(observed.job)
+    world = World(observed, now)
+    advance(world)
+    decision, source = _decide(world), world.source
     deletes = decision.deletes
     if not isinstance(decision.status, BeginRound | ChooseRestorePoint):
-        deletes = (*deletes, *_in_each_pass(World(observed)))
+        deletes = (*deletes, *_in_each_pass(world))
     decision = replace(
         decision,
+        memory=world.memory,
         objects=tuple(o for o in decision.objects if source.may_put(o.kind)),
         deletes=tuple(d for d in deletes if source.may_delete(d.kind)),
     )
-    return with_notices(decision, World(observed))
+    return with_notices(decision, world)
 
 
 def _in_each_pass(world: World) -> list[Delete | ReleasePod]:
@@ -82,44 +83,40 @@ def _in_each_pass(world: World) -> list[Delete | ReleasePod]:
     return deletes
 
 
-def _decide(observed: Observed, now: Now) -> Decision:
-    world = World(observed)
-    memory = advance(world, now)
-    job = observed.job
+def _decide(world: World) -> Decision:
+    job = world.observed.job
     if job.deleting:
         freed = ends.release_all(world, "the job is being deleted")
-        return Decision.of(freed, None, "the job is being deleted", memory)
-    readable = unreadable_pass(world, memory, now)
+        return Decision.of(freed, None, "the job is being deleted")
+    readable = unreadable_pass(world)
     if readable is not None:
         return readable
     if is_over(job.status):
-        return rounds.over(world, memory, now)
+        return rounds.over(world)
     if job.status.is_true(JobCondition.SUSPENDED) or (
         job.spec.suspend and lifecycle.may_suspend_now(world)
     ):
-        return rounds.suspended(world, memory, now)
+        return rounds.suspended(world)
     if job.status.restart_round is None:
-        return new_rounds.first_round(world, memory, now)
-    deadline = lifecycle.deadline_passed(world, now)
+        return new_rounds.first_round(world)
+    deadline = lifecycle.deadline_passed(world)
     if deadline is not None:
-        return fail_job(world, memory, now, deadline)
-    found = failures.find(world, memory, now)
-    memory = with_failure(memory, bool(found), now)
+        return fail_job(world, deadline)
+    found = failures.find(world)
+    see_failure(world, bool(found))
     if found:
-        return failures.plan(world, memory, now, found)
-    done = lifecycle.completed(world, now)
+        return failures.plan(world, found)
+    done = lifecycle.completed(world)
     if done is not None and (not job.spec.suspend or job.spec.store is None):
-        event = EmitEvent(EventKind.NORMAL, Reason.COMPLETED, "every rank returned 0")
-        return written(world, memory, now, done, [event], "complete")
+        event = normal(Reason.COMPLETED, "every rank returned 0")
+        return written(world, done, [event], "complete")
     if job.spec.suspend and job.spec.store is not None and lifecycle.stopped_and_saved(world):
-        status = lifecycle.suspended(world, now)
-        return written(
-            world, memory, now, status, [], "the gang has stopped and saved: the job is suspended"
-        )
+        status = lifecycle.suspended(world)
+        return written(world, status, [], "the gang has stopped and saved: the job is suspended")
     for rule in _WITHOUT_FAILURES:
-        decision = rule(world, memory, now)
+        decision = rule(world)
         if decision is not None:
             return decision
     if job.status.restore_point is None:
-        return rounds.choose(world, memory, now)
-    return rounds.run(world, memory, now)
+        return rounds.choose(world)
+    return rounds.run(world)

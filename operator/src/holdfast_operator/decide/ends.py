@@ -31,12 +31,9 @@ from holdfast_operator.decide.world import (
     Note,
     World,
     on_lineage,
-    seconds_since,
-    set_condition,
 )
-from holdfast_operator.model import labels
-from holdfast_operator.model.actions import Action, Delete, EmitEvent, EventKind
-from holdfast_operator.model.job import JobMemory, Now, PodPhase, Seen
+from holdfast_operator.model.actions import Action, Delete, warning
+from holdfast_operator.model.job import PodPhase, Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of
 
@@ -57,8 +54,8 @@ def why_kept(world: World) -> Note | None:
     newest, persisted = _newest(world, answered), readable.stored(world)
     if newest is None or (persisted is not None and persisted.step >= newest):
         return None
-    last, state = world.last_persisted, world.coordinator
-    if last is not None and last.step >= newest and state is not None and _coordinates(world):
+    last, answers = world.last_persisted, world.coordinator is not None
+    if last is not None and last.step >= newest and answers and _coordinates(world):
         text = (
             f"the object store does not have step {newest}, which it has had. The pods stay with its shards "
             "until the store has it again, as condition CheckpointMissing says, or until a person deletes "
@@ -96,20 +93,18 @@ def is_upload_requested(kept: Note | None) -> bool:
     return kept is not None and kept.reason != Reason.CANNOT_PERSIST
 
 
-def with_pods_kept(
-    status: TrainingJobStatus, world: World, kept: Note | None, now: Now
-) -> TrainingJobStatus:
+def with_pods_kept(status: TrainingJobStatus, world: World, kept: Note | None) -> TrainingJobStatus:
     """Return the status with condition PodsKept, if the pods stay or have stayed."""
-    kind, generation = JobCondition.PODS_KEPT, world.observed.job.generation
+    kind = JobCondition.PODS_KEPT
     if kept is not None:
-        return set_condition(status, kind, True, kept, now, generation)
+        return world.with_condition(status, kind, True, *kept)
     if not status.is_true(kind):
         return status
     note = Note(Reason.PODS_GONE, "no pod of the job is left that could have a committed step")
     if readable.holding(world):
         text = "no committed step would be lost with the pods any more, so they are deleted"
         note = Note(Reason.LAST_STEP_PERSISTED, text)
-    return set_condition(status, kind, False, note, now, generation)
+    return world.with_condition(status, kind, False, *note)
 
 
 def _coordinates(world: World) -> bool:
@@ -136,9 +131,6 @@ def _newest(world: World, answered: list[MemberState]) -> Step | None:
 
     Then the status, its last answer and the manifests of this round on the other members show it.
     """
-    state, point = world.coordinator, None
-    if state is not None and state.last_local is not None:
-        point = state.last_local.step
     apart_ids = readable.quarantined(world)
     steps = [
         id_.step
@@ -148,7 +140,7 @@ def _newest(world: World, answered: list[MemberState]) -> Step | None:
         and id_ not in apart_ids
         and on_lineage(id_, world.status.lineage)
     ]
-    found = (readable.known_commit(world, answered), point, *steps)
+    found = (readable.known_commit(world, answered), world.local_step, *steps)
     return max((s for s in found if s is not None), default=None)
 
 
@@ -195,7 +187,7 @@ def release_all(world: World, why: str) -> list[Action]:
     return _released(hanging(_of_name(world)), why)
 
 
-def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
+def overdue(world: World) -> list[Action]:
     """Return actions that release deleted Checkpoints whose data will probably not be deleted.
 
     They are those of this job that have waited for RELEASE_SECONDS, and all of a former job of its name.
@@ -205,8 +197,7 @@ def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
     late = tuple(
         c
         for c in known
-        if c.uid in own
-        and seconds_since(memory.seen_at(Seen.DELETING, c.uid), now) >= RELEASE_SECONDS
+        if c.uid in own and world.seconds_seen(Seen.DELETING, c.uid) >= RELEASE_SECONDS
     )
     former = tuple(c for c in known if c.uid not in own)
     waited = f"no sidecar could delete it in the object store for {RELEASE_SECONDS:.0f} s"
@@ -245,7 +236,7 @@ def _released(checkpoints: tuple[Checkpoint, ...], why: str) -> list[Action]:
         actions.append(Delete(Checkpoint.KIND, checkpoint.name, checkpoint.uid, why))
         text = kept_data(checkpoint, why)
         if text is not None:
-            actions.append(EmitEvent(EventKind.WARNING, Reason.DATA_KEPT, text))
+            actions.append(warning(Reason.DATA_KEPT, text))
     return actions
 
 
@@ -253,7 +244,7 @@ EXIT_GRACE = timedelta(seconds=60)
 """Time after the end of a complete job for its launchers to exit. Pods that still run then are deleted."""
 
 
-def after_the_end(world: World, now: Now, *, kept: bool) -> list[Action]:
+def after_the_end(world: World, *, kept: bool) -> list[Action]:
     """Return deletes of the pods that a job does not need after its end, and of the job after its TTL.
 
     Pods of members that have ended stay for their logs. Pods that still run are deleted immediately after a
@@ -264,9 +255,9 @@ def after_the_end(world: World, now: Now, *, kept: bool) -> list[Action]:
         kept: Whether the pods of the members stay (ends.py), and with them the job.
     """
     status = world.status
-    ended = status.completion_time or now.utc
+    ended = status.completion_time or world.now.utc
     failed_ = status.is_true(JobCondition.FAILED)
-    overdue = failed_ or now.elapsed_seconds(ended) >= EXIT_GRACE.total_seconds()
+    overdue = failed_ or world.now.elapsed_seconds(ended) >= EXIT_GRACE.total_seconds()
     members = {m.pod.uid for m in world.members if m.pod is not None}
     actions: list[Action] = []
     for pod in world.observed.pods:
@@ -279,9 +270,9 @@ def after_the_end(world: World, now: Now, *, kept: bool) -> list[Action]:
         unwanted = pod.uid not in members or (running and overdue) or lost
         if unwanted and (lost or not pod.terminating):
             why = "the job is over"
-            actions.append(Delete(labels.POD, pod.name, pod.uid, why, force=lost))
+            actions.append(Delete.pod(pod, why, force=lost))
     ttl_seconds = world.observed.job.spec.ttl_seconds_after_finished
-    if not kept and ttl_seconds is not None and now.elapsed_seconds(ended) >= ttl_seconds:
+    if not kept and ttl_seconds is not None and world.now.elapsed_seconds(ended) >= ttl_seconds:
         job, why = world.observed.job, "ttlSecondsAfterFinished has passed"
         actions.append(Delete(job.KIND, job.name, job.uid, why))
     return actions

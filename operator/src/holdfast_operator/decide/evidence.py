@@ -39,7 +39,6 @@ from holdfast_core.api import (
 from holdfast_core.ids import CheckpointId, Worker
 from holdfast_operator.decide import readable
 from holdfast_operator.decide.world import World, back_to
-from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
 
 ALL_LOST_SECONDS = 300.0
@@ -125,7 +124,7 @@ MAX_START_SECONDS = 600.0
 step."""
 
 
-def kept_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
+def kept_restarts(world: World) -> tuple[RestartRecord, ...]:
     """Return the restarts of the window, those that count, and those that are evidence about checkpoints.
 
     The last ones failed from the present restore point or from a quarantined checkpoint. A script that takes
@@ -140,13 +139,13 @@ def kept_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
     return tuple(
         r
         for r in world.status.recent_restarts
-        if now.is_within(window, r.at)
+        if world.now.is_within(window, r.at)
         or (r.round > saved_in and not r.ignored)
         or r.failed_from in bases
     )
 
 
-def counted(records: Iterable[RestartRecord], world: World, now: Now) -> tuple[RestartRecord, ...]:
+def counted(records: Iterable[RestartRecord], world: World) -> tuple[RestartRecord, ...]:
     """Return the restarts that count towards failurePolicy.maxRestarts.
 
     They are those within failurePolicy.window, and all since the newest committed step was saved. With the
@@ -155,7 +154,9 @@ def counted(records: Iterable[RestartRecord], world: World, now: Now) -> tuple[R
     window = world.observed.job.spec.failure_policy.window_length
     saved_in = _round_of_newest_commit(world)
     return tuple(
-        r for r in records if not r.ignored and (r.round > saved_in or now.is_within(window, r.at))
+        r
+        for r in records
+        if not r.ignored and (r.round > saved_in or world.now.is_within(window, r.at))
     )
 
 
@@ -189,13 +190,13 @@ def with_restart(
     return tuple(found)
 
 
-def budget_spent(world: World, now: Now) -> bool:
+def budget_spent(world: World) -> bool:
     """Return whether one more restart that counts would exceed failurePolicy.maxRestarts."""
-    restarts = len(counted(world.status.recent_restarts, world, now))
+    restarts = len(counted(world.status.recent_restarts, world))
     return restarts >= world.observed.job.spec.failure_policy.max_restarts
 
 
-def delay_seconds(world: World, now: Now) -> float:
+def delay_seconds(world: World) -> float:
     """Return the back-off before the next round, in seconds since the failure was first seen.
 
     It is 0 if a step was committed since the restore point. Without the back-off, a gang
@@ -205,7 +206,7 @@ def delay_seconds(world: World, now: Now) -> float:
     wait begins with FIRST_START_SECONDS, so that the default budget lasts for a quarter of an hour at least.
     """
     saved_in = _round_of_newest_commit(world)
-    futile = sum(1 for r in kept_restarts(world, now) if r.round > saved_in)
+    futile = sum(1 for r in kept_restarts(world) if r.round > saved_in)
     if futile < FREE_RESTARTS:
         return 0.0
     doubled = 2.0 ** min(futile - FREE_RESTARTS, 10)
@@ -240,7 +241,7 @@ def failed_from(world: World) -> CheckpointId | None:
 
 
 def with_evidence(
-    status: TrainingJobStatus, world: World, records: tuple[RestartRecord, ...], now: Now
+    status: TrainingJobStatus, world: World, records: tuple[RestartRecord, ...]
 ) -> TrainingJobStatus:
     """Return the status in which the restore point is quarantined, or the checkpoints above it are released.
 

@@ -58,8 +58,6 @@ from holdfast_operator.decide.world import (
     World,
     again_after,
     restore_point_is_missing,
-    seconds_since,
-    with_cause,
 )
 from holdfast_operator.decide.writes import (
     STARTING_SECONDS,
@@ -69,8 +67,8 @@ from holdfast_operator.decide.writes import (
     fail_job,
     with_status_write,
 )
-from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
-from holdfast_operator.model.job import Done, JobMemory, Now, PodPhase, PodView, Seen
+from holdfast_operator.model.actions import Decision, warning
+from holdfast_operator.model.job import Done, PodPhase, PodView, Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_cause, how_it_ended
 
@@ -139,12 +137,12 @@ KINDS = {
 # --------------------------------------------------------------------------- which failure
 
 
-def find(world: World, memory: JobMemory, now: Now) -> tuple[Failure, ...]:
+def find(world: World) -> tuple[Failure, ...]:
     """Return all failures that make a new round necessary, causes before consequences."""
     found = [Failure(Reason.STATUS_BEHIND, t, disruption=True) for t in _status_behind(world)]
-    of_members = (_of_member(world, member, memory, now) for member in world.members)
+    of_members = (_of_member(world, member) for member in world.members)
     found += [failure for failure in of_members if failure is not None]
-    found += [*_of_ranks(world), *_of_hang(world), *_of_restore(world, memory, now)]
+    found += [*_of_ranks(world), *_of_hang(world), *_of_restore(world)]
     return tuple(sorted(found, key=_severity)) or lifecycle.stopped_for_nothing(world)
 
 
@@ -164,13 +162,13 @@ def _status_behind(world: World) -> Iterator[str]:
             yield f"pod {pod.name} was created, but by the status worker {pod.worker} has an older pod"
 
 
-def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -> Failure | None:
+def _of_member(world: World, member: MemberState) -> Failure | None:
     pod = member.pod
     if world.awaits_start(member):
         return None  # it holds no data: nodes.py replaces it in this round
     if pod is None:
         name = world.source.gone_name(member.worker, member.birth_round)
-        announced = dict(memory.announced).get(name or "")
+        announced = dict(world.memory.announced).get(name or "")
         worker = f"worker {member.worker}, created in round {member.birth_round}"
         return Failure(
             Reason.POD_LOST if announced is None else Reason.POD_EVICTED,
@@ -181,8 +179,8 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
             confirm_gone=name,
         )
     if member.node_lost:
-        return _of_lost_node(world, member, pod, now)
-    if pod.leaving and may_drain(world, pod, memory, now):
+        return _of_lost_node(world, member, pod)
+    if pod.leaving and may_drain(world, pod):
         return None
     if pod.disrupted or (
         pod.phase is PodPhase.FAILED and pod.reason in _EVICTED and not pod.exceeded_own_limit
@@ -193,7 +191,7 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
     if pod.terminating:
         text = f"pod {pod.name} is being deleted{_node_leaves(world, pod)}"
         return Failure(Reason.POD_LOST, text, member.worker, disruption=True, replace_pod=True)
-    return _of_container(world, member, pod, memory, now)
+    return _of_container(world, member, pod)
 
 
 def _node_leaves(world: World, pod: PodView) -> str:
@@ -202,7 +200,7 @@ def _node_leaves(world: World, pod: PodView) -> str:
     return "" if taint is None else f", and its node {pod.node} has the taint {taint}"
 
 
-def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> Failure | None:
+def _of_lost_node(world: World, member: MemberState, pod: PodView) -> Failure | None:
     """Return the failure of a member on a lost node, or None while the gang waits for the node.
 
     A pod that may hold the last copy of every committed step stays a member, because its node may come back.
@@ -213,7 +211,7 @@ def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> 
     failure = Failure(Reason.NODE_LOST, text, member.worker, disruption=True, replace_pod=True)
     if not pod.alive:
         return failure  # a user deleted it, or it has ended
-    if _control_plane_may_be_cut_off(world, now):
+    if _control_plane_may_be_cut_off(world):
         return None
     lost = [m.worker for m in world.members if m.node_lost]
     if readable.lost_can_be_given_up(world, lost):
@@ -223,23 +221,21 @@ def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> 
     return replace(failure, replace_pod=False)
 
 
-def _control_plane_may_be_cut_off(world: World, now: Now) -> bool:
+def _control_plane_may_be_cut_off(world: World) -> bool:
     silent = [m for m in world.members if m.node_lost and m.sidecar is not None]
     if any(m.reachable for m in world.members) or len({_node(m) for m in silent}) < 2:
         return False
     newest = max(
         (m.sidecar.unreachable_since or 0.0 for m in silent if m.sidecar is not None), default=0.0
     )
-    return seconds_since(newest, now) < ALL_LOST_SECONDS
+    return world.seconds_since(newest) < ALL_LOST_SECONDS
 
 
 def _node(member: MemberState) -> str | None:
     return None if member.pod is None else member.pod.node
 
 
-def _of_container(
-    world: World, member: MemberState, pod: PodView, memory: JobMemory, now: Now
-) -> Failure | None:
+def _of_container(world: World, member: MemberState, pod: PodView) -> Failure | None:
     worker = member.worker
     if pod.phase is PodPhase.FAILED:
         oom = pod.reason == OOM_KILLED
@@ -257,7 +253,7 @@ def _of_container(
             replace_pod=True,
         )
     if pod.phase is PodPhase.SUCCEEDED:
-        return _of_succeeded(world, worker, pod, memory, now)
+        return _of_succeeded(world, worker, pod)
     if pod.waiting_reason in CANNOT_START:
         return None
     if pod.trainer_restarts > MAX_TRAINER_RESTARTS and readable.answering_can_be_replaced(
@@ -273,12 +269,10 @@ def _of_container(
             exit_code=pod.trainer_exit_code,
             replace_pod=True,
         )
-    return _of_sidecar(world, member, pod, memory, now)
+    return _of_sidecar(world, member, pod)
 
 
-def _of_succeeded(
-    world: World, worker: Worker, pod: PodView, memory: JobMemory, now: Now
-) -> Failure | None:
+def _of_succeeded(world: World, worker: Worker, pod: PodView) -> Failure | None:
     """Return the failure of a member whose containers returned 0 although the gang has not finished, or None.
 
     The launchers of a gang return together, after its last step, so the other pods have ENDING_SECONDS to
@@ -287,7 +281,7 @@ def _of_succeeded(
     if world.status.restore_point is None:
         text = f"pod {pod.name} ended before round {world.round} began to run"
         return Failure(Reason.POD_SUCCEEDED_EARLY, text, worker, disruption=True, replace_pod=True)
-    waited = seconds_since(memory.seen_at(Seen.ENDING), now)
+    waited = world.seconds_seen(Seen.ENDING)
     if waited < ENDING_SECONDS:
         return None
     text = (
@@ -299,15 +293,13 @@ def _of_succeeded(
     )
 
 
-def _of_sidecar(
-    world: World, member: MemberState, pod: PodView, memory: JobMemory, now: Now
-) -> Failure | None:
+def _of_sidecar(world: World, member: MemberState, pod: PodView) -> Failure | None:
     """Return the failure of a member whose sidecar has not answered for SIDECAR_SILENT_SECONDS, or None.
 
     It matters only until the gang trains, because a gang that trains does not need the operator. It counts
     only while other sidecars answer, and only if no committed step would be lost with the pod.
     """
-    sidecar, answering_since = member.sidecar, memory.seen_at(Seen.ANSWERING)
+    sidecar, answering_since = member.sidecar, world.memory.seen_at(Seen.ANSWERING)
     if (
         sidecar is None
         or sidecar.unreachable_since is None
@@ -317,7 +309,7 @@ def _of_sidecar(
         or pod.phase is not PodPhase.RUNNING
     ):
         return None
-    silent = seconds_since(max(sidecar.unreachable_since, answering_since), now)
+    silent = world.seconds_since(max(sidecar.unreachable_since, answering_since))
     if silent < SIDECAR_SILENT_SECONDS:
         return None
     if not readable.silent_can_be_lost(world, [m.worker for m in world.members if not m.reachable]):
@@ -338,124 +330,111 @@ def out_of_memory(pod: PodView) -> str:
 
 
 def _of_ranks(world: World) -> list[Failure]:
-    state = world.coordinator
-    if state is None or world.status.restore_point is None:
-        return []
     found = []
-    for dead in state.dead:
-        member = world.member(dead.worker)
-        pod = None if member is None else member.pod
+    for dead in world.state.dead if world.status.restore_point is not None else ():
+        pod = world.pod(dead.worker)
         # The kubelet shows the newest end of the container, which may belong to an earlier round. The ranks
         # that the kernel ended with their launcher have this code.
         ended = dead.code == -signal.SIGKILL and pod is not None and pod.reason == OOM_KILLED
-        oom = dead.out_of_memory is not None or ended
         text = f"rank {dead.rank} {how_it_ended(dead)}"
         if ended and pod is not None and dead.out_of_memory is None:
             text += f": {out_of_memory(pod)}"
-        found.append(
-            Failure(
-                Reason.OOM_KILLED if oom else Reason.RANK_FAILED,
-                text,
-                dead.worker,
-                exit_code=dead.code,
-            )
-        )
+        oom = ended or dead.out_of_memory is not None
+        reason = Reason.OOM_KILLED if oom else Reason.RANK_FAILED
+        found.append(Failure(reason, text, dead.worker, exit_code=dead.code))
     return found
 
 
-def _of_restore(world: World, memory: JobMemory, now: Now) -> list[Failure]:
+def _of_restore(world: World) -> list[Failure]:
     """Return a failure if the restore point cannot be read and a new round may help.
 
     A round that waits for a missing restore point goes on by itself when the restore point is there again
     (readable.py). It ends if ranks have ended for want of it, or if there is another checkpoint.
     """
-    state = world.coordinator
-    if state is None or not state.cannot_restore:
+    state = world.state
+    if not state.cannot_restore:
         return []
     cause = first_cause(state.cannot_restore)
     if not restore_point_is_missing(world):
         return [Failure(Reason.RESTORE_FAILED, cause)]
-    if not state.dead and not readable.leaves_missing_restore_point(world, memory, now):
+    if not state.dead and not readable.leaves_missing_restore_point(world):
         return []
     return [Failure(Reason.CHECKPOINT_MISSING, cause)]
 
 
 def _of_hang(world: World) -> list[Failure]:
     """Return a failure of each worker that the gang waits for, or one of the gang if none is known."""
-    state = world.coordinator
-    if state is None or state.hang is None or world.status.restore_point is None:
+    hang, procs = world.state.hang, world.observed.job.spec.procs_per_worker
+    if hang is None or world.status.restore_point is None:
         return []
-    procs = world.observed.job.spec.procs_per_worker
-    late = sorted({Worker(rank // procs) for rank in state.hang.late})
-    known = [Failure(Reason.HUNG, state.hang.message, w) for w in late if w < len(world.members)]
-    return known or [Failure(Reason.HUNG, state.hang.message)]
+    late = sorted({Worker(rank // procs) for rank in hang.late})
+    known = [Failure(Reason.HUNG, hang.message, w) for w in late if w < len(world.members)]
+    return known or [Failure(Reason.HUNG, hang.message)]
 
 
 # --------------------------------------------------------------------------- which rule, which restart
 
 
-def plan(world: World, memory: JobMemory, now: Now, failures: tuple[Failure, ...]) -> Decision:
+def plan(world: World, failures: tuple[Failure, ...]) -> Decision:
     """Return the decision of a pass that found these failures, of which there is at least one.
 
     The numbers are those of the module's docstring.
     """
     cause, disrupted = failures[0], any(f.disruption for f in failures)
     if not world.may_create_pods and any(f.replace_pod for f in failures):  # 1
-        return _keep_pods(world, memory, now, cause)
+        return _keep_pods(world, cause)
     commit = checkpoints.committable(world)
     if commit is not None:  # 2: the coordinator of the next round has no record of it
-        return committed(world, memory, now, commit, [], None)
-    peer = None if disrupted else silent_peer(world, memory, now)
+        return committed(world, commit, [], None)
+    peer = None if disrupted else silent_peer(world)
     if peer is not None:  # 3
-        return _await_peers(world, memory, now, cause, peer)
+        return _await_peers(world, cause, peer)
     taken_in = _can_be_taken_in(world, failures)
-    left = 0.0 if taken_in else _gather_seconds(world, failures, memory, now)
+    left = 0.0 if taken_in else _gather_seconds(world, failures)
     if left > 0:  # 4
         text = f"{cause.message}; further pods may be lost with it"
-        return Decision.of((), left, text, memory)
-    memory = with_cause(memory, now)
+        return Decision.of((), left, text)
+    if world.memory.cause_known_at is None:
+        world.remember(cause_known_at=world.now.monotonic)
     refused = None if disrupted else _of_first_start(world, failures)
     if refused is not None:  # 5
-        return _go_back(world, memory, now, refused)
+        return new_rounds.go_back(world, refused)
     ruling = rule_on(world, failures)
-    end = _end_of_job(world, ruling, now)
+    end = _end_of_job(world, ruling)
     if end is not None:  # 6 and 7
-        return fail_job(world, memory, now, end)
+        return fail_job(world, end)
     if taken_in:  # 8
-        return _take_in(world, memory, now, ruling)
-    delay = 0.0 if disrupted else evidence.delay_seconds(world, now)
-    if seconds_since(memory.failure_seen_at, now) < delay:  # 9
-        return _back_off(world, memory, now, cause, delay)
-    return _restart(world, memory, now, ruling)  # 10
+        return _take_in(world, ruling)
+    delay = 0.0 if disrupted else evidence.delay_seconds(world)
+    if world.seconds_since(world.memory.failure_seen_at) < delay:  # 9
+        return _back_off(world, cause, delay)
+    return _restart(world, ruling)  # 10
 
 
-def _keep_pods(world: World, memory: JobMemory, now: Now, cause: Failure) -> Decision:
+def _keep_pods(world: World, cause: Failure) -> Decision:
     """Keep the remaining pods of a gang without a store that lost pods while spec.suspend is true.
 
     They may hold the newest step, and no pod is created while spec.suspend is true.
     """
     note = Note(cause.reason, f"{cause.message}; no pod is created while spec.suspend is true")
-    planned = checkpoints.plan(world, memory, now)
-    actions, commit = list(planned.actions), checkpoints.committable(world)
+    actions, commit = checkpoints.plan(world), checkpoints.committable(world)
     if commit is not None:
-        return committed(world, planned.memory, now, commit, actions, note)
-    return with_status_write(world, planned.memory, now, actions, note, WAITING_SECONDS)
+        return committed(world, commit, actions, note)
+    return with_status_write(world, actions, note, WAITING_SECONDS)
 
 
-def _await_peers(
-    world: World, memory: JobMemory, now: Now, cause: Failure, silent: str
-) -> Decision:
+def _await_peers(world: World, cause: Failure, silent: str) -> Decision:
     """Wait until every sidecar has answered after ranks failed.
 
     Most answer within milliseconds, so the status reports the wait only after
     PEERS_ANSWER_SECONDS.
     """
-    pause = again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
-    if seconds_since(memory.failure_seen_at, now) < PEERS_ANSWER_SECONDS:
+    pause = again_after(world, world.memory.failure_seen_at, ANSWER_SECONDS)
+    if world.seconds_since(world.memory.failure_seen_at) < PEERS_ANSWER_SECONDS:
         text = f"{cause.message}; every sidecar is called to find out which of them answer"
-        return Decision.of((), pause, text, memory)
+        return Decision.of((), pause, text)
     note = Note(Reason.BACKING_OFF, f"{cause.message}; {silent}")
-    return with_status_write(world, memory, now, [], note, pause)
+    return with_status_write(world, [], note, pause)
 
 
 def _can_be_taken_in(world: World, failures: tuple[Failure, ...]) -> bool:
@@ -467,7 +446,7 @@ def _can_be_taken_in(world: World, failures: tuple[Failure, ...]) -> bool:
     if world.status.restore_point is not None or world.round == 0:
         return False
     for failure in failures:
-        member = None if failure.worker is None else world.member(failure.worker)
+        member = world.member(failure.worker)
         if not KINDS[failure.reason].lost or not failure.replace_pod or member is None:
             return False
         if member.birth_round >= world.round:
@@ -475,9 +454,7 @@ def _can_be_taken_in(world: World, failures: tuple[Failure, ...]) -> bool:
     return True
 
 
-def _gather_seconds(
-    world: World, failures: tuple[Failure, ...], memory: JobMemory, now: Now
-) -> float:
+def _gather_seconds(world: World, failures: tuple[Failure, ...]) -> float:
     """Return the seconds for which the next round waits for further lost pods.
 
     The wait counts from the first failure or the first deletion of a lost pod that was seen. So a pod whose
@@ -485,15 +462,15 @@ def _gather_seconds(
     other pod is left. While another pod still saves and flushes, the round does not begin: it would end
     the flush.
     """
-    if all(KINDS[f.reason].removed for f in failures) and drains(world, memory, now):
+    if all(KINDS[f.reason].removed for f in failures) and drains(world):
         return DRAIN_POLL_SECONDS
     lost = {f.worker for f in failures if KINDS[f.reason].lost}
     if not lost or not any(m.alive and m.worker not in lost for m in world.members):
         return 0.0
     pods = (m.pod for m in world.members if m.worker in lost)
-    leaving = (memory.seen_at(Seen.LEAVING, pod.uid) for pod in pods if pod is not None)
-    seen = [at for at in (*leaving, memory.failure_seen_at) if at is not None]
-    return max(0.0, GATHER_SECONDS - seconds_since(min(seen, default=None), now))
+    leaving = (world.memory.seen_at(Seen.LEAVING, pod.uid) for pod in pods if pod is not None)
+    seen = [at for at in (*leaving, world.memory.failure_seen_at) if at is not None]
+    return max(0.0, GATHER_SECONDS - world.seconds_since(min(seen, default=None)))
 
 
 def _of_first_start(world: World, failures: tuple[Failure, ...]) -> Failure | None:
@@ -519,17 +496,6 @@ def _rank_that_failed(failures: tuple[Failure, ...]) -> Failure | None:
     if any(KINDS[f.reason].of_another or f.exit_code in killed for f in failures):
         return None
     return next((f for f in failures if KINDS[f.reason].of_checkpoint), None)
-
-
-def _go_back(world: World, memory: JobMemory, now: Now, cause: Failure) -> Decision:
-    """Begin a round with the number of workers before the resize that failed."""
-    status = recovery.interrupted(new_rounds.round_of_way_back(world, cause, now), memory)
-    found = status.condition(JobCondition.RESIZING)
-    text = (
-        f"round {status.restart_round} begins: {cause.message if found is None else found.message}"
-    )
-    event = EmitEvent(EventKind.WARNING, Reason.RESIZE_FAILED, text)
-    return begin_round(world, memory, now, status, (), event)
 
 
 def rule_on(world: World, failures: tuple[Failure, ...]) -> Ruling:
@@ -563,8 +529,7 @@ def _matches(rule: FailureRule, failure: Failure, world: World) -> bool:
         return (code if code is None or code >= 0 else 128 - code) in rule.on_exit_codes
     if rule.on_reasons:
         return failure.reason.value in rule.on_reasons
-    member = None if failure.worker is None else world.member(failure.worker)
-    pod = None if member is None else member.pod
+    pod = world.pod(failure.worker)
     return pod is not None and any(
         (c.type, c.status) in pod.conditions for c in rule.on_pod_conditions
     )
@@ -625,7 +590,7 @@ def _blamed(ruling: Ruling) -> dict[Worker, Failure]:
     }
 
 
-def _end_of_job(world: World, ruling: Ruling, now: Now) -> Note | None:
+def _end_of_job(world: World, ruling: Ruling) -> Note | None:
     """Return why the job fails instead of restarting, or None if it restarts."""
     newest, policy = ruling.failures[0].message, world.observed.job.spec.failure_policy
     if ruling.action is FailureAction.FAIL_JOB and ruling.matched is not None:
@@ -633,14 +598,14 @@ def _end_of_job(world: World, ruling: Ruling, now: Now) -> Note | None:
     if ruling.ignored:
         return None
     id_, quarantined = ruling.failed_from, world.status.quarantined
-    due = id_ is not None and evidence.is_due(world, evidence.kept_restarts(world, now), id_)
+    due = id_ is not None and evidence.is_due(world, evidence.kept_restarts(world), id_)
     if due and is_full(world.status):
         text = (
             f"{len(quarantined)} checkpoints are quarantined, and ranks failed again before they had "
             f"finished a step: {newest}"
         )
         return Note(Reason.NO_PROGRESS, text)
-    if not ruling.disruption and evidence.budget_spent(world, now):
+    if not ruling.disruption and evidence.budget_spent(world):
         window = int(policy.window_length.total_seconds())
         return Note(
             Reason.BACKOFF_LIMIT_EXCEEDED,
@@ -650,34 +615,32 @@ def _end_of_job(world: World, ruling: Ruling, now: Now) -> Note | None:
     return None
 
 
-def _take_in(world: World, memory: JobMemory, now: Now, ruling: Ruling) -> Decision:
+def _take_in(world: World, ruling: Ruling) -> Decision:
     """Replace further lost pods in the present round, which has no restore point yet (ADR 0008)."""
     record, cause = world.status.last_recovery, ruling.failures[0]
     order: list[str] = [str(r) for r in KINDS]
     known = [r for r in (record.reason if record else "", cause.reason) if r in order]
-    status = new_rounds.with_taken_in(world, ruling, min(known, key=order.index), now)
+    status = new_rounds.with_taken_in(world, ruling, min(known, key=order.index))
     text = f"round {world.round} also replaces what was lost since: {ruling.text}"
-    event = EmitEvent(EventKind.WARNING, cause.reason, text)
-    seen = {k: at for k, at in memory.seen.items() if k[0] is not Seen.SCHEDULED}
-    memory = replace(memory, seen=seen).with_done(Done.TAKEN_IN, now)
-    return begin_round(world, memory, now, status, ruling.confirm_gone, event)
+    event = warning(cause.reason, text)
+    seen = {k: at for k, at in world.memory.seen.items() if k[0] is not Seen.SCHEDULED}
+    world.remember(seen=seen)
+    world.remember_done(Done.TAKEN_IN)
+    return begin_round(world, status, event, ruling.confirm_gone)
 
 
-def _back_off(
-    world: World, memory: JobMemory, now: Now, cause: Failure, delay_seconds: float
-) -> Decision:
+def _back_off(world: World, cause: Failure, delay_seconds: float) -> Decision:
     text = f"{cause.message}; the next round begins after {delay_seconds:.0f} s"
     note = Note(Reason.BACKING_OFF, text)
-    left = delay_seconds - seconds_since(memory.failure_seen_at, now)
-    return with_status_write(world, memory, now, [], note, max(left, STARTING_SECONDS))
+    left = delay_seconds - world.seconds_since(world.memory.failure_seen_at)
+    return with_status_write(world, [], note, max(left, STARTING_SECONDS))
 
 
-def _restart(world: World, memory: JobMemory, now: Now, ruling: Ruling) -> Decision:
-    status = new_rounds.next_round(world, ruling, now)
-    fault = recovery.fault_at(world, ruling.failures, memory, now)
+def _restart(world: World, ruling: Ruling) -> Decision:
+    status = new_rounds.next_round(world, ruling)
+    fault = recovery.fault_at(world, ruling.failures)
     if status.last_recovery is not None:
-        begun = recovery.begun(status.last_recovery, fault, memory, now)
-        status = recovery.interrupted(status, memory).with_recovery(begun)
+        status = status.with_recovery(recovery.begun(status.last_recovery, fault, world))
     text = f"round {status.restart_round} begins: {ruling.text}"
-    event = EmitEvent(EventKind.WARNING, ruling.failures[0].reason, text)
-    return begin_round(world, memory, now, status, ruling.confirm_gone, event)
+    event = warning(ruling.failures[0].reason, text)
+    return begin_round(world, status, event, ruling.confirm_gone)

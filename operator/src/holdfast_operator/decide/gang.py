@@ -20,10 +20,10 @@ from holdfast_operator.decide.nodes import (
 )
 from holdfast_operator.decide.spares import create_spares, delete_lost_spares, make_room
 from holdfast_operator.decide.spec import birth_problem, outdated_pods
-from holdfast_operator.decide.world import MemberState, World, seconds_since, worker_pod
+from holdfast_operator.decide.world import MemberState, World, worker_pod
 from holdfast_operator.model import labels
-from holdfast_operator.model.actions import Action, Call, CallPath, Delete, DesiredObject
-from holdfast_operator.model.job import Done, JobMemory, Now, Reachable
+from holdfast_operator.model.actions import Action, CallPath, Delete, DesiredObject
+from holdfast_operator.model.job import Done, Reachable
 from holdfast_operator.render.objects import render_certificates, standing_objects
 
 COORDINATOR_SILENT_SECONDS = 10.0
@@ -72,34 +72,31 @@ def seals(world: World) -> list[Action]:
     """Return the seals of the members that are not sealed for the round."""
     actions: list[Action] = []
     for member in world.members:
-        pod = member.pod
-        if pod is None or pod.ip is None or not member.alive or member.sealed_for(world.round):
-            continue
-        message = Seal(world.round)
-        actions.append(Call(CallPath.SEAL, member.worker, pod.name, pod.uid, message))
+        if member.alive and not member.sealed_for(world.round):
+            actions.extend(member.call(CallPath.SEAL, Seal(world.round)))
     return actions
 
 
-def spare_actions(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], JobMemory]:
+def spare_actions(world: World) -> list[Action]:
     """Return the creates and deletes of spares while the gang trains.
 
     A refused create makes a pass incomplete. So spares are created every SPARES_EVERY_SECONDS only.
     """
     if not world.spares or world.observed.job.spec.suspend:
-        return [], memory
+        return []
     actions = delete_lost_spares(world)
     creatable = birth_problem(world) is None
     if creatable and world.may_replace_pods:
         actions.extend(misplaced_spares(world))
-    last = memory.done.get(Done.SPARES_CREATED)
-    recent = last is not None and now.monotonic - last < SPARES_EVERY_SECONDS
+    last = world.memory.done.get(Done.SPARES_CREATED)
+    recent = last is not None and world.now.monotonic - last < SPARES_EVERY_SECONDS
     if recent or not creatable:
-        return actions, memory
+        return actions
     avoided, failed = avoided_nodes(world), avoided_for_failures(world)
     creates = create_spares(world, avoided, failed)
     if creates:
-        memory = memory.with_done(Done.SPARES_CREATED, now)
-    return [*creates, *actions], memory
+        world.remember_done(Done.SPARES_CREATED)
+    return [*creates, *actions]
 
 
 def _births(world: World) -> list[MemberState]:
@@ -167,7 +164,7 @@ def delete_obsolete(world: World) -> list[Action]:
         lost = world.observed.node_lost(pod)
         if lost or not pod.terminating:
             why = f"it is not a pod of round {world.round}"
-            actions.append(Delete(labels.POD, pod.name, pod.uid, why, force=lost))
+            actions.append(Delete.pod(pod, why, force=lost))
     return actions
 
 
@@ -184,18 +181,18 @@ def delete_old_certificates(world: World) -> list[Action]:
     return [Delete(labels.SECRET, name, "", why) for name in unused]
 
 
-def renamed_coordinator(world: World, now: Now) -> Worker | None:
+def renamed_coordinator(world: World) -> Worker | None:
     """Return another coordinator for this round if the present one does not answer while its pod runs."""
     current = world.coordinator_member()
     if current is None or current.sidecar is None or current.reachable or not current.alive:
         return None
-    if seconds_since(current.sidecar.unreachable_since, now) < COORDINATOR_SILENT_SECONDS:
+    if world.seconds_since(current.sidecar.unreachable_since) < COORDINATOR_SILENT_SECONDS:
         return None
     others = [m for m in world.members if m.alive and m.reachable]
     return others[0].worker if others else None
 
 
-def awaits_coordinator(world: World, memory: JobMemory, now: Now) -> bool:
+def awaits_coordinator(world: World) -> bool:
     """Return whether a new operator process still waits for the coordinator of a gang that trains.
 
     Its state says which ROUND the members have accepted (ADR 0005). Without it, every new process would seal
@@ -208,5 +205,5 @@ def awaits_coordinator(world: World, memory: JobMemory, now: Now) -> bool:
         and current is not None
         and current.alive
         and (current.sidecar is None or current.sidecar.reachable is Reachable.UNKNOWN)
-        and seconds_since(memory.round_seen_at, now) < COORDINATOR_SILENT_SECONDS
+        and world.seconds_since(world.memory.round_seen_at) < COORDINATOR_SILENT_SECONDS
     )

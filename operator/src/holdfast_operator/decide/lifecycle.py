@@ -6,10 +6,9 @@ A rule that does not apply returns None.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from holdfast_core.api import JobCondition, TrainingJobStatus, changed
-from holdfast_core.messages.schema import CoordinatorState, GangRequest
+from holdfast_core.messages.schema import GangRequest
 from holdfast_operator.decide import readable
 from holdfast_operator.decide.checkpoints import everything_recorded, pending_commit
 from holdfast_operator.decide.evidence import Failure
@@ -20,14 +19,11 @@ from holdfast_operator.decide.world import (
     World,
     all_ended,
     asked_for,
-    seconds_since,
-    set_condition,
     stop_requested,
     trains,
 )
-from holdfast_operator.model import labels
-from holdfast_operator.model.actions import Action, Call, CallPath, Delete
-from holdfast_operator.model.job import JobMemory, Now, PodPhase, PodView, Seen
+from holdfast_operator.model.actions import Action, CallPath, Delete
+from holdfast_operator.model.job import PodPhase, PodView, Seen
 from holdfast_operator.model.reasons import Reason
 
 _UNTIL_THE_END = (
@@ -46,40 +42,39 @@ _UNTIL_THE_END = (
 
 
 def _ended(
-    status: TrainingJobStatus, world: World, now: Now, end: JobCondition, note: Note
+    status: TrainingJobStatus, world: World, end: JobCondition, note: Note
 ) -> TrainingJobStatus:
     """Return the status with this end of the gang. The conditions of its work are false from now on."""
-    generation = world.observed.job.generation
     for kind in _UNTIL_THE_END:
         if status.condition(kind) is not None:
-            status = set_condition(status, kind, False, note, now, generation)
-    return set_condition(status, end, True, note, now, generation)
+            status = world.with_condition(status, kind, False, *note)
+    return world.with_condition(status, end, True, *note)
 
 
-def failed(world: World, now: Now, note: Note) -> TrainingJobStatus:
+def failed(world: World, note: Note) -> TrainingJobStatus:
     """Return the status that ends the job as failed."""
-    status = changed(world.status, completion_time=now.utc)
-    return _ended(status, world, now, JobCondition.FAILED, note)
+    status = changed(world.status, completion_time=world.now.utc)
+    return _ended(status, world, JobCondition.FAILED, note)
 
 
-def deadline_passed(world: World, now: Now) -> Note | None:
+def deadline_passed(world: World) -> Note | None:
     """Return the reason for failure if activeDeadlineSeconds has passed, else None."""
-    if seconds_to_deadline(world, now) > 0:
+    if seconds_to_deadline(world) > 0:
         return None
     seconds = world.observed.job.spec.active_deadline_seconds
     return Note(Reason.DEADLINE_EXCEEDED, f"activeDeadlineSeconds {seconds} has passed")
 
 
-def seconds_to_deadline(world: World, now: Now) -> float:
+def seconds_to_deadline(world: World) -> float:
     """Return the time until activeDeadlineSeconds have passed; infinite without a deadline or a start."""
     start = world.status.start_time
     seconds = world.observed.job.spec.active_deadline_seconds
     if seconds is None or start is None:
         return math.inf
-    return seconds - now.elapsed_seconds(start)
+    return seconds - world.now.elapsed_seconds(start)
 
 
-def completed(world: World, now: Now) -> TrainingJobStatus | None:
+def completed(world: World) -> TrainingJobStatus | None:
     """Return the status that completes the job, or None if it is not complete.
 
     A job is complete when every rank returned 0 or every pod succeeded, and every commit in the store is
@@ -90,25 +85,23 @@ def completed(world: World, now: Now) -> TrainingJobStatus | None:
     status = world.status
     if stop_requested(status):
         return None
-    state = world.coordinator
     finished = (
-        state is not None
-        and state.finished
+        world.state.finished
         and status.restore_point is not None
-        and not state.dead
+        and not world.state.dead
         and all(m.pod is not None and not m.pod.terminating for m in world.members)
     )
     if not (finished or all_ended(world)) or not everything_recorded(world):
         return None
     note = Note(Reason.COMPLETED, "every rank returned 0")
-    status = changed(status, completion_time=now.utc)
-    return _ended(status, world, now, JobCondition.COMPLETE, note)
+    status = changed(status, completion_time=world.now.utc)
+    return _ended(status, world, JobCondition.COMPLETE, note)
 
 
 # --------------------------------------------------------------------------- suspension
 
 
-def suspended(world: World, now: Now) -> TrainingJobStatus:
+def suspended(world: World) -> TrainingJobStatus:
     """Return the status of a suspended job."""
     store, last = world.observed.job.spec.store, world.status.last_persisted
     kept = "no committed step would be lost with the pods"
@@ -120,7 +113,7 @@ def suspended(world: World, now: Now) -> TrainingJobStatus:
     # As for a Job of batch/v1, activeDeadlineSeconds counts from zero again when the job resumes.
     # All pods are new after the suspension, so an elastic gang then tries to have all of its workers.
     status = changed(world.status, start_time=None, scheduling=None, elastic=None)
-    return _ended(status, world, now, JobCondition.SUSPENDED, note)
+    return _ended(status, world, JobCondition.SUSPENDED, note)
 
 
 def may_suspend_now(world: World) -> bool:
@@ -148,15 +141,15 @@ def must_withdraw(world: World) -> bool:
     return readable.lost_with_all_pods(world) is not None
 
 
-def withdrawn(world: World, now: Now) -> TrainingJobStatus:
+def withdrawn(world: World) -> TrainingJobStatus:
     """Return the status that withdraws a suspension before a pod was deleted. The round continues."""
     job = world.observed.job
     note = suspend_note(world)
     if job.spec.store is not None:
         # The gang may have been asked to stop before it was suspended: this reason records it.
-        note = replace(note, reason=Reason.STOPPING)
-    status = changed(world.status, start_time=now.utc)
-    return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
+        note = note._replace(reason=Reason.STOPPING)
+    status = changed(world.status, start_time=world.now.utc)
+    return world.with_condition(status, JobCondition.SUSPENDED, False, *note)
 
 
 def suspend_note(world: World) -> Note:
@@ -213,9 +206,7 @@ def stopped_for_nothing(world: World) -> tuple[Failure, ...]:
 
 def _stopped(world: World) -> bool:
     """Return whether every rank returned 0 or every pod succeeded, and every commit is recorded."""
-    state = world.coordinator
-    finished = state is not None and state.finished
-    return (finished or all_ended(world)) and everything_recorded(world)
+    return (world.state.finished or all_ended(world)) and everything_recorded(world)
 
 
 def _unsaved(world: World) -> bool:
@@ -223,9 +214,8 @@ def _unsaved(world: World) -> bool:
 
     For a gang that has stopped, this means that its uploads were abandoned.
     """
-    state, persisted = world.coordinator, stored(world)
-    local = None if state is None or state.last_local is None else state.last_local.step
-    known = [s for s in (local, readable.recorded_commit(world)) if s is not None]
+    persisted = stored(world)
+    known = [s for s in (world.local_step, readable.recorded_commit(world)) if s is not None]
     return bool(known) and (persisted is None or persisted.step < max(known))
 
 
@@ -238,19 +228,15 @@ def must_stop(world: World) -> bool:
 
 def request_stop(world: World, *, job_is_over: bool = False) -> list[Action]:
     """Return the request to save and stop for the coordinator, if its pod has an address."""
-    coordinator = world.coordinator_member()
-    if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
-        return []
     token = "end" if job_is_over else f"suspend-{world.observed.job.generation}"
     path = CallPath.END if job_is_over else CallPath.STOP
-    pod, message = coordinator.pod, GangRequest(world.round, token)
-    return [Call(path, coordinator.worker, pod.peer_name, pod.uid, message)]
+    return [*world.call_coordinator(path, GangRequest(world.round, token))]
 
 
 def delete_all_pods(world: World) -> list[Action]:
     """Return deletes of all pods, except those of a round above the status."""
     return [
-        Delete(labels.POD, p.name, p.uid, "the job is suspended", world.observed.node_lost(p))
+        Delete.pod(p, "the job is suspended", force=world.observed.node_lost(p))
         for p in world.observed.pods
         if (not p.terminating or world.observed.node_lost(p)) and not world.is_ahead(p)
     ]
@@ -263,16 +249,16 @@ COORDINATOR_ANSWER_SECONDS = 10.0
 the new process would seal a gang that is saving."""
 
 
-def drains(world: World, memory: JobMemory, now: Now) -> bool:
+def drains(world: World) -> bool:
     """Return whether the gang is saving and stopping because at least one of its pods leaves."""
     return any(
-        m.pod is not None and m.pod.leaving and may_drain(world, m.pod, memory, now)
+        m.pod is not None and m.pod.leaving and may_drain(world, m.pod)
         for m in world.members
         if not m.node_lost
     )
 
 
-def may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
+def may_drain(world: World, pod: PodView) -> bool:
     """Return whether a leaving pod still has time: its gang saves and stops, and its sidecar flushes.
 
     If a new round sealed the gang before, the steps since the last save would be lost. A rank that hangs does
@@ -280,29 +266,28 @@ def may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
     """
     if world.status.restore_point is None or pod.phase is not PodPhase.RUNNING:
         return False
-    waited = seconds_since(memory.seen_at(Seen.LEAVING, pod.uid), now)
+    waited = world.seconds_seen(Seen.LEAVING, pod.uid)
     state = world.coordinator
     if state is None:
         trains = world.status.is_true(JobCondition.RUNNING)
         return trains and waited < COORDINATOR_ANSWER_SECONDS
-    if not state.running or state.finished or state.dead or _has_left(world, pod, state):
+    if not state.running or state.finished or state.dead or _has_left(world, pod):
         return False
     return waited < pod.grace_seconds + KUBELET_SECONDS
 
 
-def _has_left(world: World, pod: PodView, state: CoordinatorState) -> bool:
+def _has_left(world: World, pod: PodView) -> bool:
     """Return whether the trainer has ended and other pods have copies of the newest step.
 
     The round then begins before the kubelet reports that the pod is gone. If several pods leave, or another
     one is gone, the copies may have been there.
     """
-    progress, copied = state.progress, state.last_replicated
+    progress = world.state.progress
     return (
         pod.trainer_exit_code is not None
         and world.copies > 0
-        and all(m.pod is not None for m in world.members)
-        and sum(m.pod is not None and m.pod.leaving for m in world.members) == 1
+        and len(world.pods) == len(world.members)
+        and sum(p.leaving for p in world.pods) == 1
         and progress is not None
-        and copied is not None
-        and copied.step == progress.last
+        and world.copied_step == progress.last
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import Any
 
 from holdfast_core.api import (
     ElasticStatus,
@@ -25,7 +26,7 @@ from holdfast_core.api import (
 from holdfast_core.api.base import stamp
 from holdfast_core.api.training_job_status import MAX_NAMED_WORKERS
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_operator.decide import gang, lifecycle, recovery, scheduling, sizes
+from holdfast_operator.decide import gang, lifecycle, scheduling, sizes
 from holdfast_operator.decide.conditions import with_hang
 from holdfast_operator.decide.evidence import (
     Failure,
@@ -37,7 +38,6 @@ from holdfast_operator.decide.evidence import (
 from holdfast_operator.decide.nodes import with_node_failures, workers_to_move
 from holdfast_operator.decide.readable import with_missing_restore_point
 from holdfast_operator.decide.round_message import with_expected_failures
-from holdfast_operator.decide.scheduling import describe, next_try, timeouts
 from holdfast_operator.decide.spares import with_new_spares, with_promotions
 from holdfast_operator.decide.spec import accepted, find_problem
 from holdfast_operator.decide.status import with_levels
@@ -46,91 +46,79 @@ from holdfast_operator.decide.world import (
     Note,
     World,
     asked_for,
-    seconds_since,
-    set_condition,
     stop_requested,
 )
 from holdfast_operator.decide.writes import (
     WAITING_SECONDS,
     begin_round,
-    with_status,
     with_status_write,
     written,
 )
-from holdfast_operator.model.actions import Action, Decision, EmitEvent, EventKind
-from holdfast_operator.model.job import JobMemory, Now, Seen
+from holdfast_operator.model.actions import Action, Decision, EmitEvent, EventKind, normal, warning
+from holdfast_operator.model.job import Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of
 
 
-def first_status(world: World, now: Now) -> TrainingJobStatus:
-    """Return the status that begins the first round: round 0, or a round above those of sidecars and pods."""
-    round_ = world.next_round
-    newer = world.pods_ahead
-    workers = range(world.observed.job.spec.workers)
+def _begun(
+    status: TrainingJobStatus,
+    world: World,
+    members: tuple[RestartRound, ...],
+    note: Note,
+    **changes: Any,
+) -> TrainingJobStatus:
+    """Return what every round begins with: the status without what belongs to the round before.
+
+    Args:
+        note: Why the gang of the round before does not stop any more if it was asked to.
+        changes: Further fields of the status.
+    """
+    for kind, value in ((JobCondition.SUSPENDED, False), (JobCondition.RESIZING, True)):
+        if asked_for(status, kind):
+            status = world.with_condition(status, kind, value, *note)
     status = changed(
-        with_expected_failures(world.status, world),
-        restart_round=round_,
-        members=tuple(newer.get(Worker(w), round_) for w in workers),
+        status,
+        restart_round=world.next_round,
+        members=members,
         restore_point=None,
         coordinator=None,
-        start_time=world.status.start_time or now.utc,
+        **changes,
     )
-    return with_promotions(status, world)
+    status = with_expected_failures(status, world)
+    return world.with_condition(status, JobCondition.RUNNING, False, *note)
 
 
-def next_round(world: World, ruling: Ruling, now: Now) -> TrainingJobStatus:
+def next_round(world: World, ruling: Ruling) -> TrainingJobStatus:
     """Return the status that begins the next round after the failures of this ruling."""
-    job = world.observed.job
-    failures = ruling.failures
-    status = with_levels(world.status, world)
-    round_ = world.next_round
-    status = with_node_failures(status, world, ruling, round_, now)
-    gone = {f.worker for f in failures if f.replace_pod}
+    round_, cause = world.next_round, ruling.failures[0]
+    status = with_node_failures(with_levels(world.status, world), world, ruling, round_)
+    gone = {f.worker for f in ruling.failures if f.replace_pod}
     gone |= workers_to_move(world, status, ruling, gone)
-    members = _members(world, gone, round_)
-    cause = failures[0]
-    recent = kept_restarts(world, now)
+    recent = kept_restarts(world)
     if not ruling.disruption:
         # A failure that the user expects is no evidence against the checkpoint.
         failed_from = None if ruling.ignored else ruling.failed_from
         record = RestartRecord(
-            round=round_,
-            at=now.utc,
-            ignored=ruling.ignored,
-            failed_from=failed_from,
+            round=round_, at=world.now.utc, ignored=ruling.ignored, failed_from=failed_from
         )
         recent = with_restart(recent, record)
-        status = with_evidence(status, world, recent, now)
+        status = with_evidence(status, world, recent)
     if cause.reason is Reason.CHECKPOINT_MISSING:
-        status = with_missing_restore_point(status, world, now)
+        status = with_missing_restore_point(status, world)
     note = Note(cause.reason, f"round {round_}: {ruling.text}")
-    status = _not_asked(status, note, now, job.generation)
-    status = changed(
+    status = _begun(
         status,
-        restart_round=round_,
-        members=members,
-        restore_point=None,
-        coordinator=None,
+        world,
+        _members(world, gone, round_),
+        note,
         restarts=status.restarts + 1,
         recent_restarts=recent,
     )
     if cause.reason is Reason.HUNG:
-        status = with_hang(status, world, cause.message, now)
-    status = with_promotions(with_expected_failures(status, world), world)
-    status = status.with_recovery(_recovery(world, round_, failures))
-    status = set_condition(status, JobCondition.RESTARTING, True, note, now, job.generation)
-    return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
-
-
-def _not_asked(
-    status: TrainingJobStatus, note: Note, now: Now, generation: int
-) -> TrainingJobStatus:
-    """Return the status of a new round, whose gang was not asked to stop yet."""
-    for kind, value in ((JobCondition.SUSPENDED, False), (JobCondition.RESIZING, True)):
-        if asked_for(status, kind):
-            status = set_condition(status, kind, value, note, now, generation)
-    return status
+        status = with_hang(status, world, cause.message)
+    status = with_promotions(status, world)
+    status = status.with_recovery(_recovery(world, round_, ruling.failures))
+    return world.with_condition(status, JobCondition.RESTARTING, True, *note)
 
 
 def _members(
@@ -147,14 +135,14 @@ def _members(
     )
 
 
-def with_taken_in(world: World, ruling: Ruling, reason: str, now: Now) -> TrainingJobStatus:
+def with_taken_in(world: World, ruling: Ruling, reason: str) -> TrainingJobStatus:
     """Return the status of the present round, which also replaces the pods of these failures (ADR 0008).
 
     Args:
         reason: The first cause of the round and of these failures.
     """
     round_ = world.round
-    status = with_node_failures(world.status, world, ruling, round_, now)
+    status = with_node_failures(world.status, world, ruling, round_)
     gone = {f.worker for f in ruling.failures}
     found = _recovery(world, round_, ruling.failures)
     record = status.last_recovery
@@ -170,9 +158,7 @@ def with_taken_in(world: World, ruling: Ruling, reason: str, now: Now) -> Traini
         )
     status = with_promotions(changed(status, members=_members(world, gone, round_)), world)
     note = Note(ruling.failures[0].reason, f"round {round_}: {ruling.text}")
-    return set_condition(
-        status, JobCondition.RESTARTING, True, note, now, world.observed.job.generation
-    )
+    return world.with_condition(status, JobCondition.RESTARTING, True, *note)
 
 
 def _recovery(world: World, round_: RestartRound, failures: tuple[Failure, ...]) -> RecoveryStatus:
@@ -200,100 +186,33 @@ def _stays(member: MemberState) -> bool:
     return member.pod is not None and member.pod.alive and member.pod.node is not None
 
 
-def round_after_time_out(world: World, now: Now) -> TrainingJobStatus:
-    """Return the status that begins the round whose pods are created after a back-off (ADR 0011).
-
-    All pods of the present round, which could not all be scheduled, are deleted.
-    """
-    round_, job = world.next_round, world.observed.job
-    at = next_try(world, now)
-    text = (
-        f"{describe(world)}. After {job.spec.schedule_timeout_seconds} s all pods of the gang are deleted. "
-        f"Round {round_} creates them again at {stamp(at)}"
-    )
-    note = Note(Reason.NOT_SCHEDULED, text)
-    status = changed(
-        world.status,
-        restart_round=round_,
-        members=(round_,) * len(world.members),
-        restore_point=None,
-        coordinator=None,
-        scheduling=SchedulingStatus(timeouts=timeouts(world) + 1, retry_at=at),
-    )
-    status = with_new_spares(status, world)
-    status = set_condition(status, JobCondition.UNSCHEDULABLE, True, note, now, job.generation)
-    return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
+def _with_new_pods(world: World, workers: int, note: Note, **changes: Any) -> TrainingJobStatus:
+    """Return the status that begins a round in which all pods are new, the spares among them."""
+    status = with_levels(world.status, world)
+    status = _begun(status, world, (world.next_round,) * workers, note, **changes)
+    return with_new_spares(status, world)
 
 
-def resumed_round(world: World, now: Now) -> TrainingJobStatus:
-    """Return the status that begins the round after a suspension. All of its pods are new."""
-    round_ = world.next_round
-    job = world.observed.job
-    note = Note(Reason.RESUMED, f"round {round_}: spec.suspend is false again")
-    workers = sizes.next_workers(world)
-    status = changed(
-        with_expected_failures(world.status, world),
-        restart_round=round_,
-        members=(round_,) * workers,
-        resize=sizes.resized(world, workers, round_),
-        restore_point=None,
-        coordinator=None,
-        start_time=now.utc,
-    ).with_recovery(RecoveryStatus(round=round_, reason=Reason.RESUMED, begun_at=now.utc))
-    status = with_new_spares(status, world)
-    status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
-    return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
-
-
-def resized_round(world: World, workers: int, note: Note, now: Now) -> TrainingJobStatus:
+def _resized(
+    world: World, workers: int, record: ResizeStatus | None, note: Note
+) -> TrainingJobStatus:
     """Return the status that begins a round with another number of workers. All of its pods are new.
 
     The newest committed step must be in the object store, if there is one.
     """
-    record = sizes.resized(world, workers, world.next_round)
-    return _with_new_pods(world, workers, record, note, now)
+    elastic = sizes.elastic_record(world.observed.job, workers)
+    status = _with_new_pods(world, workers, note, resize=record, elastic=elastic, scheduling=None)
+    status = _with_recovery(status, world, note)
+    return world.with_condition(status, JobCondition.RESIZING, True, *note)
 
 
-def round_of_way_back(world: World, failure: Failure, now: Now) -> TrainingJobStatus:
-    """Return the status that begins a round with the number of workers before the resize that failed.
-
-    status.resize must name this number. The failed start counts neither as a restart of the gang nor against
-    the checkpoint.
-    """
-    old, present = world.status.resize, len(world.members)
-    assert old is not None
-    before = old.from_workers or present
-    record = ResizeStatus(
-        round=world.next_round,
-        refused_workers=present,
-        refused_of_workers=world.observed.job.spec.workers,
-    )
-    text = f"{sizes.describe_refused(present, before)}. The failure: {failure.message}"
-    note = Note(Reason.RESIZE_FAILED, text)
-    status = _with_new_pods(world, before, record, note, now)
-    generation = world.observed.job.generation
-    return set_condition(status, JobCondition.RESIZING, False, note, now, generation)
+def _with_recovery(status: TrainingJobStatus, world: World, note: Note) -> TrainingJobStatus:
+    """Return the status with a record of the recovery of its round, which no failure caused."""
+    begun = RecoveryStatus(round=world.next_round, reason=note.reason, begun_at=world.now.utc)
+    return status.with_recovery(begun)
 
 
-def _with_new_pods(
-    world: World, workers: int, record: ResizeStatus | None, note: Note, now: Now
-) -> TrainingJobStatus:
-    round_, job = world.next_round, world.observed.job
-    status = with_expected_failures(with_levels(world.status, world), world)
-    status = _not_asked(status, note, now, job.generation)
-    status = changed(
-        status,
-        restart_round=round_,
-        members=(round_,) * workers,
-        restore_point=None,
-        coordinator=None,
-        resize=record,
-        elastic=sizes.elastic_record(job, workers),
-        scheduling=None,
-    ).with_recovery(RecoveryStatus(round=round_, reason=note.reason, begun_at=now.utc))
-    status = with_new_spares(status, world)
-    status = set_condition(status, JobCondition.RESIZING, True, note, now, job.generation)
-    return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
+# --------------------------------------------------------------------------- passes
 
 
 GATHER_ROOM_SECONDS = 30.0
@@ -301,10 +220,10 @@ GATHER_ROOM_SECONDS = 30.0
 save and a restart."""
 
 
-def first_round(world: World, memory: JobMemory, now: Now) -> Decision:
+def first_round(world: World) -> Decision:
     job = world.observed.job
     problem = find_problem(world)
-    status = accepted(world, now, problem)
+    status = accepted(world, problem)
     if problem is not None:
         old = job.status.condition(JobCondition.ACCEPTED)
         events: list[Action] = []
@@ -315,23 +234,62 @@ def first_round(world: World, memory: JobMemory, now: Now) -> Decision:
             events.append(EmitEvent(kind, problem.reason, problem.message))
         same = old is not None and (old.reason, old.message) == (problem.reason, problem.message)
         if same and job.status.observed_generation == job.generation:
-            return Decision.of((), WAITING_SECONDS, problem.message, memory)
-        decision = written(world, memory, now, status, events, problem.message)
+            return Decision.of((), WAITING_SECONDS, problem.message)
+        decision = written(world, status, events, problem.message)
         return replace(decision, requeue_after_seconds=WAITING_SECONDS)
-    begun = first_status(World(with_status(world, status)), now)
-    event = EmitEvent(EventKind.NORMAL, Reason.ROUND_BEGAN, f"round {begun.restart_round} begins")
-    return begin_round(world, memory, now, begun, (), event)
+    world = world.with_status(status)
+    round_, newer = world.next_round, world.pods_ahead
+    members = tuple(newer.get(Worker(w), round_) for w in range(job.spec.workers))
+    note = Note(Reason.ROUND_BEGAN, f"round {round_} begins")
+    started_at = status.start_time or world.now.utc
+    begun = with_promotions(_begun(status, world, members, note, start_time=started_at), world)
+    return begin_round(world, begun, normal(*note))
 
 
-def resize_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
+def resume(world: World) -> Decision:
+    """Return the decision that begins the round after a suspension. All of its pods are new."""
+    round_, workers = world.next_round, sizes.next_workers(world)
+    note = Note(Reason.RESUMED, f"round {round_}: spec.suspend is false again")
+    status = _with_new_pods(
+        world,
+        workers,
+        note,
+        resize=sizes.resized(world, workers, round_),
+        start_time=world.now.utc,
+    )
+    status = _with_recovery(status, world, note)
+    status = world.with_condition(status, JobCondition.SUSPENDED, False, *note)
+    event = normal(Reason.RESUMED, f"round {round_} begins")
+    return begin_round(world, status, event)
+
+
+def go_back(world: World, failure: Failure) -> Decision:
+    """Begin a round with the number of workers before the resize that failed.
+
+    status.resize must name this number. The failed start counts neither as a restart of the gang nor against
+    the checkpoint.
+    """
+    old, present, round_ = world.status.resize, len(world.members), world.next_round
+    assert old is not None
+    before = old.from_workers or present
+    wanted = world.observed.job.spec.workers
+    record = ResizeStatus(round=round_, refused_workers=present, refused_of_workers=wanted)
+    text = f"{sizes.describe_refused(present, before)}. The failure: {failure.message}"
+    note = Note(Reason.RESIZE_FAILED, text)
+    status = _resized(world, before, record, note)
+    status = world.with_condition(status, JobCondition.RESIZING, False, *note)
+    text = f"round {round_} begins: {text}"
+    return begin_round(world, status, warning(Reason.RESIZE_FAILED, text))
+
+
+def resize_gang(world: World) -> Decision | None:
     """Return the decision that begins the round with the new number of workers, or None if it is not due."""
     if world.observed.job.spec.suspend or not sizes.may_resize(world):
         return None
     asked = stop_requested(world.status)
     if not (asked and lifecycle.stopped_and_saved(world)):
-        state = world.coordinator
-        at_work = state is not None and state.running and not state.dead
-        if at_work or lifecycle.drains(world, memory, now) or not lifecycle.may_suspend_now(world):
+        at_work = world.state.running and not world.state.dead
+        if at_work or lifecycle.drains(world) or not lifecycle.may_suspend_now(world):
             return None
     workers = sizes.next_workers(world)
     job, had = world.observed.job, f"the gang had {len(world.members)} workers"
@@ -340,36 +298,33 @@ def resize_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
         note = Note(Reason.GROWN, f"there are nodes for {workers} workers, and {had}")
     elif workers < job.spec.workers:
         note = Note(Reason.RESIZED, f"elastic.min is {workers}, and {had}")
-    status = resized_round(world, workers, note, now)
-    status = recovery.interrupted(status, memory)
-    text = f"round {status.restart_round} begins: {note.message}"
-    event = EmitEvent(EventKind.NORMAL, note.reason, text)
-    return begin_round(world, memory, now, status, (), event)
+    round_ = world.next_round
+    status = _resized(world, workers, sizes.resized(world, workers, round_), note)
+    text = f"round {round_} begins: {note.message}"
+    return begin_round(world, status, normal(note.reason, text))
 
 
-def shrink_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
+def shrink_gang(world: World) -> Decision | None:
     """Return the decision that begins a round with fewer workers, or None if it is not due or not possible.
 
     All pods of the round are new, as after a resize. No committed step is lost with the old ones.
     """
     job = world.observed.job
-    if job.spec.suspend or not sizes.lacks_nodes(world, memory, now):
+    if job.spec.suspend or not sizes.lacks_nodes(world):
         return None
     if sizes.shrink_obstacle(world) is not None:
         return None
     workers = sizes.fewer_workers(world)
     text = f"{scheduling.describe(world)}. The gang continues with {workers} of {job.spec.workers} workers"
     note = Note(Reason.SHRUNK, text)
-    status = resized_round(world, workers, note, now)
-    kind = JobCondition.WORKERS_MISSING
-    status = set_condition(status, kind, True, note, now, job.generation)
-    status = recovery.interrupted(status, memory)
-    text = f"round {status.restart_round} begins with {workers} workers"
-    event = EmitEvent(EventKind.NORMAL, Reason.ROUND_BEGAN, text)
-    return begin_round(world, memory, now, status, (), event)
+    round_ = world.next_round
+    status = _resized(world, workers, sizes.resized(world, workers, round_), note)
+    status = world.with_condition(status, JobCondition.WORKERS_MISSING, True, *note)
+    text = f"round {round_} begins with {workers} workers"
+    return begin_round(world, status, normal(Reason.ROUND_BEGAN, text))
 
 
-def grow_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
+def grow_gang(world: World) -> Decision | None:
     """Return the decision to resize the gang to the workers for which there are nodes, or None.
 
     The status records the number. Then the gang is resized as after a change of spec.workers.
@@ -379,54 +334,68 @@ def grow_gang(world: World, memory: JobMemory, now: Now) -> Decision | None:
     if not found or not sizes.may_grow(world):
         return None
     workers = min(present + found, job.spec.workers)
-    gathered = seconds_since(memory.seen_at(Seen.ROOM), now) >= GATHER_ROOM_SECONDS
+    gathered = world.seconds_seen(Seen.ROOM) >= GATHER_ROOM_SECONDS
     if workers < job.spec.workers and not gathered:
         return None
     record = ElasticStatus(workers=workers, of_workers=job.spec.workers)
     status = changed(world.status, elastic=record)
-    status = sizes.with_missing_workers(status, world, memory, now)
-    return written(world, memory, now, status, [], f"the gang grows to {workers} workers")
+    status = sizes.with_missing_workers(status, world)
+    return written(world, status, [], f"the gang grows to {workers} workers")
 
 
-def replace_late_pods(world: World, memory: JobMemory, now: Now) -> Decision | None:
+def replace_late_pods(world: World) -> Decision | None:
     """Return the decision to avoid the nodes on which pods have not started in time, or None if all have.
 
     The next pass creates the pods again (nodes.py).
     """
-    status = scheduling.with_late_nodes(world, memory, now)
+    status = scheduling.with_late_nodes(world)
     if status is world.status:
         return None
     limit = world.observed.job.spec.start_timeout_seconds
     known = {f.node for f in world.status.node_failures if f.by_rule}
     avoided = [f.node for f in status.node_failures if f.by_rule and f.node not in known]
-    text = scheduling.describe_late(world, memory, now, limit) or ""
+    text = scheduling.describe_late(world, limit) or ""
     text += f". New pods avoid {first_of(avoided)}, and the pods there are created again"
-    event = EmitEvent(EventKind.WARNING, Reason.POD_NOT_STARTED, text)
-    return written(world, memory, now, status, [event], text)
+    event = warning(Reason.POD_NOT_STARTED, text)
+    return written(world, status, [event], text)
 
 
-def schedule(world: World, memory: JobMemory, now: Now) -> Decision | None:
+def _give_back(world: World) -> Decision:
+    """Begin the round whose pods are created after a back-off (ADR 0011).
+
+    All pods of the present round, which could not all be scheduled, are deleted.
+    """
+    round_, at, why = world.next_round, scheduling.next_try(world), scheduling.describe(world)
+    seconds = world.observed.job.spec.schedule_timeout_seconds
+    text = (
+        f"{why}. After {seconds} s all pods of the gang are deleted. "
+        f"Round {round_} creates them again at {stamp(at)}"
+    )
+    note = Note(Reason.NOT_SCHEDULED, text)
+    tries = SchedulingStatus(timeouts=scheduling.timeouts(world) + 1, retry_at=at)
+    status = _with_new_pods(world, len(world.members), note, scheduling=tries)
+    status = world.with_condition(status, JobCondition.UNSCHEDULABLE, True, *note)
+    text = f"round {round_} begins after a back-off: {why}"
+    return begin_round(world, status, normal(Reason.ROUND_BEGAN, text))
+
+
+def schedule(world: World) -> Decision | None:
     """Return the decision about a gang that was not scheduled in time, or None if there is nothing to do.
 
     1. A new round begins, in which all pods are new (CAS 1).
     2. The pods of the round before are deleted.
     3. After the back-off the status says that the pods may be created.
     """
-    left = scheduling.seconds_until_next_try(world, now)
+    left = scheduling.seconds_until_next_try(world)
     if left is None:
-        kept = not scheduling.timed_out(world, memory, now) or scheduling.lost_if_deleted(world)
-        if kept:
-            return None
-        status = recovery.interrupted(round_after_time_out(world, now), memory)
-        text = f"round {status.restart_round} begins after a back-off: {scheduling.describe(world)}"
-        event = EmitEvent(EventKind.NORMAL, Reason.ROUND_BEGAN, text)
-        return begin_round(world, memory, now, status, (), event)
+        kept = not scheduling.timed_out(world) or scheduling.lost_if_deleted(world)
+        return None if kept else _give_back(world)
     if left > 0:
         known = world.status.condition(JobCondition.UNSCHEDULABLE)
         note = Note(Reason.NOT_SCHEDULED, "" if known is None else known.message)
         actions = gang.delete_obsolete(world)
-        return with_status_write(world, memory, now, actions, note, min(left, WAITING_SECONDS))
+        return with_status_write(world, actions, note, min(left, WAITING_SECONDS))
     tries = world.status.scheduling
     assert tries is not None
     status = changed(world.status, scheduling=changed(tries, retry_at=None))
-    return written(world, memory, now, status, [], "the pods of the gang are created again")
+    return written(world, status, [], "the pods of the gang are created again")

@@ -55,10 +55,9 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide import readable
 from holdfast_operator.decide.evidence import Ruling
 from holdfast_operator.decide.spec import replacement_problem
-from holdfast_operator.decide.world import MemberState, Note, World, seconds_since
-from holdfast_operator.model import labels
+from holdfast_operator.decide.world import MemberState, Note, World
 from holdfast_operator.model.actions import Action, Delete
-from holdfast_operator.model.job import JobMemory, NodeView, Now, PodView, Seen, tolerated_taints
+from holdfast_operator.model.job import NodeView, PodView, Seen, tolerated_taints
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template import pod_spec
 from holdfast_operator.model.wording import first_of
@@ -81,7 +80,7 @@ def failed_nodes(world: World, status: TrainingJobStatus) -> tuple[str, ...]:
 
 
 def with_node_failures(
-    status: TrainingJobStatus, world: World, ruling: Ruling, round_: RestartRound, now: Now
+    status: TrainingJobStatus, world: World, ruling: Ruling, round_: RestartRound
 ) -> TrainingJobStatus:
     """Return the status with the failures of this ruling on nodes."""
     if ruling.action is FailureAction.IGNORE:
@@ -92,14 +91,14 @@ def with_node_failures(
     new = [
         NodeFailure(
             node=nodes[worker],
-            at=now.utc,
+            at=world.now.utc,
             by_rule=worker in ruling.avoided,
         )
         for worker in sorted(ruling.blamed)
         if worker in nodes and (worker in ruling.avoided or not common)
     ]
     by_node = {f.node: f for f in sorted(new, key=lambda f: f.by_rule)}
-    kept = _in_window(status.node_failures, world, now)
+    kept = _in_window(status.node_failures, world)
     return changed(status, node_failures=(*kept, *by_node.values())[-MAX_NODE_FAILURES:])
 
 
@@ -127,22 +126,20 @@ def workers_to_move(
     return moved
 
 
-def with_failures_of_window(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_failures_of_window(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status without the failures that are older than the window."""
-    kept = _in_window(status.node_failures, world, now)
+    kept = _in_window(status.node_failures, world)
     return status if kept == status.node_failures else changed(status, node_failures=kept)
 
 
-def no_node_is_left(memory: JobMemory, now: Now) -> bool:
+def no_node_is_left(world: World) -> bool:
     """Return whether no node has taken a pod that avoids failed nodes for PATIENCE_SECONDS."""
-    return seconds_since(memory.seen_at(Seen.AVOIDING), now) >= PATIENCE_SECONDS
+    return world.seconds_seen(Seen.AVOIDING) >= PATIENCE_SECONDS
 
 
-def _in_window(
-    failures: tuple[NodeFailure, ...], world: World, now: Now
-) -> tuple[NodeFailure, ...]:
+def _in_window(failures: tuple[NodeFailure, ...], world: World) -> tuple[NodeFailure, ...]:
     policy = world.observed.job.spec.failure_policy.avoid_nodes or AvoidNodesSpec()
-    return tuple(f for f in failures if now.is_within(policy.window_length, f.at))
+    return tuple(f for f in failures if world.now.is_within(policy.window_length, f.at))
 
 
 def _nodes_of(world: World) -> dict[Worker, str]:
@@ -211,14 +208,13 @@ def _fails_the_job(rules: Sequence[FailureRule]) -> str | None:
 
 def next_departure(world: World) -> Departure | None:
     """Return the pod that is deleted now because its node leaves, or None."""
-    state = world.coordinator
+    state = world.state
     trains = (
         world.status.is_true(JobCondition.RUNNING)
-        and state is not None
         and state.running
         and not (state.finished or state.dead or state.hang)
         and all(m.alive and m.pod is not None and m.pod.ready for m in world.members)
-        and not any(m.pod is not None and m.pod.leaving for m in world.members)
+        and not any(p.leaving for p in world.pods)
     )
     if not trains or world.observed.job.spec.suspend or why_pods_stay(world) is not None:
         return None
@@ -228,7 +224,7 @@ def next_departure(world: World) -> Departure | None:
 # --------------------------------------------------------------------------- the condition
 
 
-def with_leaving_nodes(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_leaving_nodes(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition NodesLeaving, which a job without such a node does not get."""
     kind, found = JobCondition.NODES_LEAVING, departures(world)
     if not found and not status.is_true(kind):
@@ -245,8 +241,7 @@ def with_leaving_nodes(status: TrainingJobStatus, world: World, now: Now) -> Tra
         else:
             reason = Reason.NODE_LEAVING_POD_STAYS
             text += f"The operator deletes none of these pods: {stay}"
-    generation = world.observed.job.generation
-    return status.with_condition(kind, bool(found), reason, text, now.utc, generation)
+    return world.with_condition(status, kind, bool(found), reason, text)
 
 
 MISPLACED = "a new pod may get a better node"
@@ -271,7 +266,7 @@ def avoided_for_failures(world: World) -> tuple[str, ...]:
 def misplaced_pods(world: World) -> list[Action]:
     """Return deletes of pods that a later pass creates again, because a new pod may get a better node."""
     return [
-        Delete(labels.POD, pod.name, pod.uid, MISPLACED, force=member.node_lost)
+        Delete.pod(pod, MISPLACED, force=member.node_lost)
         for member, pod in _waiting(world)
         if _is_misplaced(world, member, pod)
     ]
@@ -280,7 +275,7 @@ def misplaced_pods(world: World) -> list[Action]:
 def misplaced_spares(world: World) -> list[Action]:
     """Return deletes of spares that have not started and may get a better node."""
     return [
-        Delete(labels.POD, spare.pod.name, spare.pod.uid, MISPLACED, force=spare.node_lost)
+        Delete.pod(spare.pod, MISPLACED, force=spare.node_lost)
         for spare in world.spares
         if spare.pod is not None and not spare.pod.started and not spare.node_lost
         if _is_misplaced(world, spare, spare.pod)

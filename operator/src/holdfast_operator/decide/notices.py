@@ -11,7 +11,7 @@ from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJobStatus
 from holdfast_operator.decide import recovery
 from holdfast_operator.decide.conditions import straggler_events
 from holdfast_operator.decide.world import World, has_no_gang
-from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
+from holdfast_operator.model.actions import Decision, EmitEvent, EventKind, normal, warning
 from holdfast_operator.model.reasons import Reason
 
 _GOOD_IF = {
@@ -90,11 +90,11 @@ def _end_of_recovery(before: TrainingJobStatus, after: TrainingJobStatus) -> lis
         now = next((r for r in after.recoveries if r.round == was_open.round), was_open)
         if cause is not None and now.total_seconds is None:
             text = recovery.describe_interrupted(now, cause)
-            events.append(EmitEvent(EventKind.WARNING, Reason.RECOVERY_INTERRUPTED, text))
+            events.append(warning(Reason.RECOVERY_INTERRUPTED, text))
     old, new = before.last_recovery, after.last_recovery
     known = old is not None and new is not None and old.round == new.round and was_open is None
     if new is not None and new.total_seconds is not None and not known:
-        events.append(EmitEvent(EventKind.NORMAL, Reason.RECOVERED, recovery.describe(new)))
+        events.append(normal(Reason.RECOVERED, recovery.describe(new)))
     return events
 
 
@@ -122,8 +122,8 @@ def _turned(
     was_bad = old is not None and old.is_true is not _GOOD_IF[kind]
     if new.is_true is not _GOOD_IF[kind]:
         is_known = old is not None and was_bad and old.reason == new.reason
-        return [] if is_known else [EmitEvent(EventKind.WARNING, new.reason, new.message)]
-    return [EmitEvent(EventKind.NORMAL, new.reason, new.message)] if was_bad else []
+        return [] if is_known else [warning(new.reason, new.message)]
+    return [normal(new.reason, new.message)] if was_bad else []
 
 
 def _has_a_new_reason(
@@ -141,8 +141,7 @@ def _has_a_new_reason(
 def _promotions(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
     """Return a Normal Event for each spare that becomes a worker."""
     return [
-        EmitEvent(
-            EventKind.NORMAL,
+        normal(
             Reason.SPARE_PROMOTED,
             f"spare pod {r.pod} is worker {r.worker} from round {after.members[r.worker]} on",
         )
@@ -153,8 +152,7 @@ def _promotions(before: TrainingJobStatus, after: TrainingJobStatus) -> list[Emi
 def _quarantine(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
     """Return a Warning for each checkpoint that is quarantined now, and a Normal Event for each release."""
     events = [
-        EmitEvent(
-            EventKind.WARNING,
+        warning(
             Reason.QUARANTINED,
             f"step {q.step} of round {q.round} is quarantined: ranks that restored it failed again and "
             "again before one had finished a step",
@@ -164,8 +162,7 @@ def _quarantine(before: TrainingJobStatus, after: TrainingJobStatus) -> list[Emi
     ]
     released = (q for q in before.quarantined if q not in after.quarantined)
     return events + [
-        EmitEvent(
-            EventKind.NORMAL,
+        normal(
             Reason.RELEASED,
             f"step {q.step} of round {q.round} is released",
         )

@@ -26,7 +26,7 @@ from holdfast_core.names import pod_group_name
 from holdfast_operator.decide.world import MemberState, World, has_no_gang
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Action, Delete, ReleasePod
-from holdfast_operator.model.job import Now, PodGroup, PodPhase, PodView, queue_of
+from holdfast_operator.model.job import PodGroup, PodPhase, PodView, queue_of
 from holdfast_operator.model.reasons import Reason
 
 
@@ -92,7 +92,7 @@ def strays(world: World) -> list[Action]:
         return []
     group = present_group(world)
     return [
-        Delete(labels.POD, pod.name, pod.uid, "it is not in the present pod group")
+        Delete.pod(pod, "it is not in the present pod group")
         for member, pod in _waiting(world)
         if not pod.terminating and not member.node_lost and _key(pod.group) != _key(group)
     ]
@@ -204,19 +204,19 @@ def due(world: World, *, is_over: bool) -> list[ReleasePod]:
 # --------------------------------------------------------------------------- the condition
 
 
-def with_queue(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_queue(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status of the present round with condition Queued. A gang that was in no queue gets none."""
-    kind, job = JobCondition.QUEUED, world.observed.job
+    kind = JobCondition.QUEUED
     if status.restart_round != world.status.restart_round or has_no_gang(status):
         return status
-    status = _with_start(status, world, now)
+    status = _with_start(status, world)
     value, reason, text = _state(status, world)
     change = describe_change(world)
     if change is not None:
         reason, text = Reason.QUEUE_CHANGES_LATER, f"{change}. {text}"
     elif value is None:
         return status
-    return status.with_condition(kind, bool(value), reason, text[:1024], now.utc, job.generation)
+    return world.with_condition(status, kind, bool(value), reason, text)
 
 
 def _state(status: TrainingJobStatus, world: World) -> tuple[bool | None, Reason, str]:
@@ -236,7 +236,7 @@ def _state(status: TrainingJobStatus, world: World) -> tuple[bool | None, Reason
     return False, Reason.ADMITTED_BY_QUEUE, text
 
 
-def _with_start(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def _with_start(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status without a start time while the whole gang waits, and with one when it may run.
 
     As for a Job of batch/v1 that Kueue suspends, activeDeadlineSeconds does not count the wait.
@@ -246,5 +246,5 @@ def _with_start(status: TrainingJobStatus, world: World, now: Now) -> TrainingJo
     if waits_as_a_whole(world):
         return changed(status, start_time=None)
     if status.start_time is None and all(m.pod is not None for m in world.members):
-        return changed(status, start_time=now.utc)
+        return changed(status, start_time=world.now.utc)
     return status

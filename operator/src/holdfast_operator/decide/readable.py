@@ -31,7 +31,7 @@ rule that replaces a pod checks here first, because deleting the last holder of 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast_core.api import (
     MAX_MISSING,
@@ -42,7 +42,6 @@ from holdfast_core.api import (
     PersistedStep,
     TrainingJobStatus,
     changed,
-    with_status,
 )
 from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import RestorePoint
@@ -52,9 +51,8 @@ from holdfast_operator.decide.world import (
     back_to,
     on_lineage,
     restore_point_is_missing,
-    seconds_since,
 )
-from holdfast_operator.model.job import JobMemory, ManifestView, Now, PodView, Seen
+from holdfast_operator.model.job import ManifestView, PodView, Seen
 from holdfast_operator.model.reasons import Reason
 
 
@@ -78,16 +76,14 @@ def is_full(status: TrainingJobStatus) -> bool:
 
 def restore_point_is_there(world: World) -> bool:
     """Return whether every worker has its shards of the restore point."""
-    state = world.coordinator
-    return state is not None and not state.cannot_restore and state.restored_from is not None
+    return not world.state.cannot_restore and world.state.restored_from is not None
 
 
 def newest_is_missing(world: World) -> str | None:
     """Return the coordinator's report that the store lacks the newest persisted checkpoint, or None."""
-    state = world.coordinator
-    if state is None or state.newest_is_stored is not False:
+    if world.state.newest_is_stored is not False:
         return None
-    found = (f.message for f in state.failures if f.reason == Reason.CHECKPOINT_MISSING)
+    found = (f.message for f in world.state.failures if f.reason == Reason.CHECKPOINT_MISSING)
     return next(found, "the object store does not have the newest persisted checkpoint")
 
 
@@ -106,15 +102,12 @@ def stored(world: World) -> PersistedStep | None:
     last = world.last_persisted
     if last is None or last.id in missing_ids(world) or newest_is_missing(world) is not None:
         return None
-    state = world.coordinator
-    compared = state is not None and bool(state.newest_is_stored)
+    compared = bool(world.state.newest_is_stored)
     was_missing = world.status.is_true(JobCondition.CHECKPOINT_MISSING)
     return None if was_missing and last.round < world.round and not compared else last
 
 
-def with_missing_restore_point(
-    status: TrainingJobStatus, world: World, now: Now
-) -> TrainingJobStatus:
+def with_missing_restore_point(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status of the next round, in which the restore point of this one is listed as missing.
 
     No rank has trained from this restore point. So the next round may also restore a newer checkpoint.
@@ -227,8 +220,7 @@ def holders(answered: list[MemberState]) -> Holders:
     """Return who holds which shard, from the inventories of these members."""
     found: dict[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]] = {}
     for member in answered:
-        inventory = member.sidecar.inventory if member.sidecar is not None else None
-        for shard in () if inventory is None else inventory.shards:
+        for shard in () if member.inventory is None else member.inventory.shards:
             key = (CheckpointId(shard.step, shard.round), shard.rank, shard.blake3)
             found.setdefault(key, []).append((member.worker, shard.tier))
     return found
@@ -254,7 +246,7 @@ def best(world: World, found: list[Candidate], known: Holders) -> Candidate | No
     return next(there, next(iter(complete), None))
 
 
-def leaves_missing_restore_point(world: World, memory: JobMemory, now: Now) -> bool:
+def leaves_missing_restore_point(world: World) -> bool:
     """Return whether the next round is to start from another checkpoint than the one that is missing.
 
     A store is given time, because that costs steps: some miss an object for a moment after it was written.
@@ -263,10 +255,10 @@ def leaves_missing_restore_point(world: World, memory: JobMemory, now: Now) -> b
     if not restore_point_is_missing(world) or point is None or point.job_uid is not None:
         return False
     is_stored = point.id in {id_ for id_, _ in _persisted(world)}
-    if is_stored and seconds_since(memory.seen_at(Seen.MISSING), now) < STORE_SECONDS:
+    if is_stored and world.seconds_seen(Seen.MISSING) < STORE_SECONDS:
         return False
-    status = with_missing_restore_point(world.status, world, now)
-    later = World(replace(world.observed, job=with_status(world.observed.job, status)))
+    status = with_missing_restore_point(world.status, world)
+    later = world.with_status(status)
     answered = _answered(later, ())
     found = best(later, candidates(later, answered), holders(answered))
     return found is not None and found.id != point.id
@@ -278,8 +270,7 @@ def listed(member: MemberState) -> set[CheckpointId]:
 
 
 def _manifests(member: MemberState) -> tuple[ManifestView, ...]:
-    inventory = None if member.sidecar is None else member.sidecar.inventory
-    return () if inventory is None else inventory.manifests
+    return () if member.inventory is None else member.inventory.manifests
 
 
 def _persisted(world: World) -> list[tuple[CheckpointId, Digest]]:
@@ -411,19 +402,17 @@ def answering_can_be_replaced(world: World, workers: Collection[Worker]) -> bool
 
     Unlike in `silent_can_be_lost`, this round may have commits: each of them must be replicated or persisted.
     """
-    state, status = world.coordinator, world.status
-    if status.restore_point is None:
+    newest, copied = world.local_step, world.copied_step
+    if world.status.restore_point is None:
         return silent_can_be_lost(world, workers)
     if _untouched_since_chosen(world, _answered(world, workers)):
         return True
-    if state is None or state.last_local is None or state.last_local.step is None:
+    if newest is None:
         return False
-    newest, copied = state.last_local.step, state.last_replicated
     persisted = stored(world)
     if persisted is not None and persisted.step >= newest:
         return True
-    copied_step = None if copied is None else copied.step
-    return copied_step is not None and copied_step >= newest and _survives_by_copies(world, workers)
+    return copied is not None and copied >= newest and _survives_by_copies(world, workers)
 
 
 def has_older(world: World, failed_from: CheckpointId) -> bool:
@@ -454,11 +443,10 @@ def lost_with_all_pods(world: World) -> str | None:
     if world.status.restore_point is None:
         known = bool(answered)
     else:
-        state = world.coordinator
-        known = any(m.worker == world.status.coordinator for m in answered) and state is not None
-        point = None if state is None else state.last_local
-        if point is not None and point.step is not None:
-            newest = point.step if newest is None else max(newest, point.step)
+        known = world.coordinator is not None and any(
+            m.worker == world.status.coordinator for m in answered
+        )
+        newest = max((s for s in (newest, world.local_step) if s is not None), default=None)
     if not known:
         return "the sidecars that have a record of the newest committed step do not answer"
     persisted = stored(world)
@@ -521,10 +509,7 @@ def _survives_by_copies(world: World, without: Collection[Worker]) -> bool:
     Members that do not answer count as missing as well. A replicated step of an older round does not count,
     because it may have lost a copy since.
     """
-    state = world.coordinator
-    if state is None or state.last_replicated is None:
-        return False
-    if state.last_replicated.round != world.round:
+    if not _of_round(world.state.last_replicated, world):
         return False
     away = {m.worker for m in world.members if not (m.alive and m.reachable)} | set(without)
     return len(away) <= world.copies

@@ -36,28 +36,25 @@ SHOWN_SECONDS = 0.05
 """Shortest phase that the line about a recovery names. A shorter one would be shown as 0.0 s."""
 
 
-def fault_at(
-    world: World, failures: tuple[Failure, ...], memory: JobMemory, now: Now
-) -> float | None:
+def fault_at(world: World, failures: tuple[Failure, ...]) -> float | None:
     """Return the estimated time of the fault in monotonic seconds, or None if there is no evidence.
 
     A fault happened between the last sign of life and the moment at which it was seen. The last sign of life
     is returned: the newest finished step of the gang, or newer evidence about a worker that failed. With long
     steps the estimate may be early by up to one step.
     """
-    seen = memory.failure_seen_at
+    seen = world.memory.failure_seen_at
     if seen is None:
         return None
-    signs = [None if memory.progress is None else memory.progress[1]]
+    signs = [None if world.memory.progress is None else world.memory.progress[1]]
     for failure in failures:
-        signs.extend(_signs(world, failure, memory, now))
+        signs.extend(_signs(world, failure))
     known = [min(sign, seen) for sign in signs if sign is not None]
     return max(known, default=None)
 
 
-def _signs(world: World, failure: Failure, memory: JobMemory, now: Now) -> list[float | None]:
-    member = None if failure.worker is None else world.member(failure.worker)
-    pod = None if member is None else member.pod
+def _signs(world: World, failure: Failure) -> list[float | None]:
+    member, pod = world.member(failure.worker), world.pod(failure.worker)
     if failure.reason in _SILENT:
         node = None if pod is None or pod.node is None else world.observed.nodes.get(pod.node)
         answered_at = (
@@ -65,10 +62,10 @@ def _signs(world: World, failure: Failure, memory: JobMemory, now: Now) -> list[
         )
         return [None if node is None else node.renewed_at, answered_at]
     if pod is not None and pod.leaving:
-        return [memory.seen_at(Seen.LEAVING, pod.uid)]
+        return [world.memory.seen_at(Seen.LEAVING, pod.uid)]
     if pod is not None and pod.trainer_finished_at is not None and failure.replace_pod:
-        return [_on_our_clock(pod.trainer_finished_at, now)]
-    return [memory.sound_at]
+        return [_on_our_clock(pod.trainer_finished_at, world.now)]
+    return [world.memory.sound_at]
 
 
 def _on_our_clock(finished_at: datetime, now: Now) -> float:
@@ -80,10 +77,9 @@ def _on_our_clock(finished_at: datetime, now: Now) -> float:
     return now.monotonic - (now.utc - finished_at).total_seconds()
 
 
-def begun(
-    recovery: RecoveryStatus, fault: float | None, memory: JobMemory, now: Now
-) -> RecoveryStatus:
+def begun(recovery: RecoveryStatus, fault: float | None, world: World) -> RecoveryStatus:
     """Return the record of a round that begins now, with the phases before the round."""
+    memory, now = world.memory, world.now
     seen = now.monotonic if memory.failure_seen_at is None else memory.failure_seen_at
     known = seen if memory.cause_known_at is None else memory.cause_known_at
     measured = fault is not None or known > seen
@@ -93,19 +89,17 @@ def begun(
     )
 
 
-def closed(
-    recovery: RecoveryStatus, state: CoordinatorState, memory: JobMemory, now: Now
-) -> RecoveryStatus:
+def closed(recovery: RecoveryStatus, state: CoordinatorState, world: World) -> RecoveryStatus:
     """Return the complete record of a round in which every rank has finished a step or returned 0."""
     times = state.times
     if state.restored_from is not None:  # a sidecar of an earlier version does not report it
         counts = asdict(state.restored_from)
         recovery = changed(recovery, sources={tier: n for tier, n in counts.items() if n})
     before = sum(recovery.phase_seconds.get(phase, 0.0) for phase in ("detect", "back_off"))
-    sealed, scheduled, begin = _milestones(recovery, memory)
+    sealed, scheduled, begin = _milestones(recovery, world.memory)
     if sealed is None or scheduled is None or begin is None:
-        return _closed_by_another(recovery, state, now, before)
-    end = max(scheduled, started_training_at(state, memory, now))
+        return _closed_by_another(recovery, state, world.now, before)
+    end = max(scheduled, started_training_at(state, world))
     left = end - scheduled
     rehydrate = min(left, times.rehydrate_seconds or 0.0)
     first_step = min(left - rehydrate, times.first_step_seconds or 0.0)
@@ -120,11 +114,12 @@ def closed(
     )
 
 
-def interrupted(status: TrainingJobStatus, memory: JobMemory) -> TrainingJobStatus:
+def interrupted(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with the phases of the recovery of `memory.round`, which ends before it is complete.
 
     Its record gets the phases that are over, and no total. A complete record is not changed.
     """
+    memory = world.memory
     record = next((r for r in status.recoveries if r.round == memory.round), None)
     if record is None or record.total_seconds is not None or memory.seen_at(Seen.CHOSEN) is None:
         return status
@@ -227,13 +222,13 @@ def _closed_by_another(
     return changed(phases, total_seconds=None if total is None else round(total, 3))
 
 
-def started_training_at(state: CoordinatorState, memory: JobMemory, now: Now) -> float:
+def started_training_at(state: CoordinatorState, world: World) -> float:
     """Return the monotonic time at which every rank had finished a step.
 
     It is now, unless the gang has finished training already. Then it is the time at which the restore point
     was seen and the pods had started, plus the durations that the coordinator measured since.
     """
-    times = state.times
+    times, memory, now = state.times, world.memory, world.now
     chosen = memory.seen_at(Seen.CHOSEN)
     if not state.finished or chosen is None:
         return now.monotonic

@@ -47,8 +47,8 @@ from holdfast_operator.decide.readable import (
     missing_ids,
     quarantined,
 )
-from holdfast_operator.decide.world import MemberState, Note, World, on_lineage, seconds_since
-from holdfast_operator.model.job import Done, JobMemory, Now, Seen
+from holdfast_operator.decide.world import MemberState, Note, World, on_lineage
+from holdfast_operator.model.job import Done, Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of
 
@@ -91,7 +91,7 @@ def unfinished(world: World, above: Step | None) -> Unfinished | None:
 
 def _steps(member: MemberState, world: World) -> Iterator[tuple[CheckpointId, Saved]]:
     """Yield the steps of which the member has one shard of each of its ranks."""
-    inventory = None if member.sidecar is None else member.sidecar.inventory
+    inventory = member.inventory
     per_worker = world.observed.job.spec.procs_per_worker
     size = per_worker * len(world.members)
     own = list(ranks_of(member.worker, per_worker))
@@ -154,12 +154,12 @@ class InterruptedCommit:
 Choice = Chosen | Wait | Exhausted | InterruptedCommit
 
 
-def choose(world: World, memory: JobMemory, now: Now) -> Choice:
+def choose(world: World) -> Choice:
     """Return the restore point of the round, or why the choice waits. It must not be chosen yet."""
     missing = [m.worker for m in world.members if m.pod is None]
     if missing:
         return Wait(Note(Reason.STARTING, f"pods of workers {first_of(missing)} do not exist yet"))
-    starting = [m.worker for m in world.members if _may_be_joined(m, world, memory, now)]
+    starting = [m.worker for m in world.members if _may_be_joined(m, world)]
     if starting:
         text = (
             f"the pods of workers {first_of(starting)} start; further pods may be lost with theirs"
@@ -179,10 +179,10 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
         sure = None if best is None or best.id in missing_ids(world) else best
         reason = _reason_to_await_silent(world, answered, sure)
         below = newest is not None and (best is None or best.id.step < newest)
-        if reason is not None or (below and not _timed_out(memory, now)):
+        if reason is not None or (below and not _timed_out(world)):
             text = f"workers {first_of([m.worker for m in unknown])} have not answered yet"
             return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text}: {reason or _MAY_HAVE_NEWEST}"))
-    finish = None if _timed_out(memory, now) else _finish(world, best)
+    finish = None if _timed_out(world) else _finish(world, best)
     if finish is not None:
         return finish
     if best is not None:
@@ -222,13 +222,13 @@ def _finish(world: World, best: Candidate | None) -> InterruptedCommit | Wait | 
     return InterruptedCommit(found.id, found.manifest, note)
 
 
-def _may_be_joined(member: MemberState, world: World, memory: JobMemory, now: Now) -> bool:
+def _may_be_joined(member: MemberState, world: World) -> bool:
     """Return whether this new pod still starts, and further lost pods may join the round (ADR 0008).
 
     The gang waits for the new pod in any case. So this wait delays no recovery.
     """
-    newest = memory.done.get(Done.TAKEN_IN, memory.round_seen_at)
-    if newest is None or seconds_since(newest, now) >= TAKE_IN_SECONDS:
+    newest = world.memory.done.get(Done.TAKEN_IN, world.memory.round_seen_at)
+    if newest is None or world.seconds_since(newest) >= TAKE_IN_SECONDS:
         return False
     started = member.reachable or (member.pod is not None and member.pod.sidecar_started)
     others = any(m.alive and readable.is_survivor(m, world) for m in world.members)
@@ -263,15 +263,16 @@ def _reason_to_await_silent(
     return None
 
 
-def _timed_out(memory: JobMemory, now: Now) -> bool:
+def _timed_out(world: World) -> bool:
     """Return whether the choice has waited for HOLDERS_SECONDS while at least one sidecar answered.
 
     While no sidecar answers, the cause is probably the network, and the wait does not begin.
     """
+    memory = world.memory
     answering_since = memory.seen_at(Seen.ANSWERING)
     if memory.round_seen_at is None or answering_since is None:
         return False
-    return seconds_since(max(memory.round_seen_at, answering_since), now) >= HOLDERS_SECONDS
+    return world.seconds_since(max(memory.round_seen_at, answering_since)) >= HOLDERS_SECONDS
 
 
 def _newest_known(world: World, candidates: list[Candidate]) -> Step | None:

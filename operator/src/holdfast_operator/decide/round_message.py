@@ -43,8 +43,8 @@ from holdfast_operator.decide.nodes import domain_of
 from holdfast_operator.decide.readable import with_released
 from holdfast_operator.decide.sizes import elastic_of
 from holdfast_operator.decide.world import MemberState, World
-from holdfast_operator.model.actions import Action, Call, CallPath, OutgoingRound
-from holdfast_operator.model.job import Done, JobMemory, Now
+from holdfast_operator.model.actions import Action, CallPath, OutgoingRound
+from holdfast_operator.model.job import Done
 
 
 def place_copies(domains: tuple[str, ...], copies: int) -> tuple[CopyAssignment, ...]:
@@ -174,12 +174,11 @@ def store_host(world: World) -> Worker:
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
     actions: tuple[Action, ...]
-    memory: JobMemory
     complete: bool
     """Whether every member has acknowledged the present content, and the content has every address."""
 
 
-def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
+def round_actions(world: World) -> RoundPlan:
     """Return the ROUND messages for members that have not acknowledged the present content.
 
     The restore point of the round must be chosen.
@@ -189,22 +188,18 @@ def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
     complete = all(m.address for m in message.members)
     behind = [m for m in world.members if not _holds(m, world.round, digest)]
     if not behind:
-        return RoundPlan((), memory, complete)
-    sent = memory.done.get(Done.ROUND_SENT)
-    if not complete and sent is not None and now.monotonic - sent < ADDRESSES_EVERY_SECONDS:
-        return RoundPlan((), memory, False)
+        return RoundPlan((), complete)
+    sent = world.memory.done.get(Done.ROUND_SENT)
+    if not complete and sent is not None and world.now.monotonic - sent < ADDRESSES_EVERY_SECONDS:
+        return RoundPlan((), complete=False)
     outgoing = OutgoingRound(replace(message, version=_highest_version(world) + 1), digest)
-    actions = []
+    actions: list[Action] = []
     for member in behind:
-        pod = member.pod
-        if pod is None or pod.ip is None or not member.alive:
-            continue
-        if not member.sealed_for(world.round):
-            continue  # member_actions seals it first
-        actions.append(Call(CallPath.ROUND, member.worker, pod.name, pod.uid, outgoing))
+        if member.alive and member.sealed_for(world.round):  # else member_actions seals it first
+            actions.extend(member.call(CallPath.ROUND, outgoing))
     if actions:
-        memory = memory.with_done(Done.ROUND_SENT, now)
-    return RoundPlan(tuple(actions), memory, False)
+        world.remember_done(Done.ROUND_SENT)
+    return RoundPlan(tuple(actions), complete=False)
 
 
 def _holds(member: MemberState, round_: RestartRound, digest: str) -> bool:

@@ -32,28 +32,25 @@ from holdfast_operator.decide.evidence import CANNOT_START
 from holdfast_operator.decide.nodes import next_departure, waiting_note
 from holdfast_operator.decide.spec import birth_problem
 from holdfast_operator.decide.status import (
-    after_write,
     must_write,
     refresh,
     refresh_kept,
+    remember_write,
     with_ratio,
 )
-from holdfast_operator.decide.world import Note, World, again_after, set_condition, stop_requested
+from holdfast_operator.decide.world import Note, World, again_after, stop_requested
 from holdfast_operator.decide.writes import (
     STARTING_SECONDS,
     WAITING_SECONDS,
-    begin_round,
     committed,
     fail_job,
+    persisted,
     renamed,
-    with_status,
     with_status_write,
     written,
 )
-from holdfast_operator.model import labels
 from holdfast_operator.model.actions import (
     Action,
-    Call,
     CallPath,
     ChooseRestorePoint,
     CommitPersisted,
@@ -62,8 +59,10 @@ from holdfast_operator.model.actions import (
     EmitEvent,
     EventKind,
     WriteStatus,
+    normal,
+    warning,
 )
-from holdfast_operator.model.job import JobMemory, Now, PodPhase, Seen
+from holdfast_operator.model.job import PodPhase, Seen
 from holdfast_operator.model.reasons import Reason
 
 FINISHING_MEMBERS = 4
@@ -72,7 +71,7 @@ RUNNING_SECONDS = 5.0
 """Pause between passes while the gang trains."""
 
 
-def record_births(world: World, memory: JobMemory, now: Now) -> Decision | None:
+def record_births(world: World) -> Decision | None:
     """Return the decision that records adopted pods which have started, or None if all are recorded.
 
     No ROUND names a pod that is not recorded: after a restart of the operator, its loss would look like a pod
@@ -82,51 +81,47 @@ def record_births(world: World, memory: JobMemory, now: Now) -> Decision | None:
     if status is world.status:
         return None
     if world.observed.owner is None:
-        return Decision.of(
-            (), STARTING_SECONDS, "the controller of the pods is not known yet", memory
-        )
+        return Decision.of((), STARTING_SECONDS, "the controller of the pods is not known yet")
     refused = adoption.refusal(world)
     if refused is None:
-        return written(world, memory, now, status, [], "pods have started as workers")
+        return written(world, status, [], "pods have started as workers")
     known = world.status.condition(JobCondition.ADOPTED)
     events: list[Action] = []
     if known is None or not known.is_false:
-        event = EmitEvent(EventKind.WARNING, Reason.LOCAL_COPIES_WOULD_BE_LOST, refused)
+        event = warning(Reason.LOCAL_COPIES_WOULD_BE_LOST, refused)
         events.append(event)
     note = Note(Reason.LOCAL_COPIES_WOULD_BE_LOST, refused)
-    return with_status_write(world, memory, now, events, note, WAITING_SECONDS)
+    return with_status_write(world, events, note, WAITING_SECONDS)
 
 
-def choose(world: World, memory: JobMemory, now: Now) -> Decision:
-    choice = restore_point.choose(world, memory, now)
+def choose(world: World) -> Decision:
+    choice = restore_point.choose(world)
     if isinstance(choice, restore_point.InterruptedCommit):
         actions = [*gang.standing(world), *gang.member_actions(world), *_finishes(world, choice)]
-        return with_status_write(world, memory, now, actions, choice.note, STARTING_SECONDS)
+        return with_status_write(world, actions, choice.note, STARTING_SECONDS)
     if isinstance(choice, restore_point.Wait):
-        note = _refused(world) or _pod_trouble(world, memory, now) or choice.note
+        note = _refused(world) or _pod_trouble(world) or choice.note
         actions = [*gang.standing(world), *gang.member_actions(world)]
-        pause = again_after(memory.round_seen_at, STARTING_SECONDS, now)
-        return with_status_write(world, memory, now, actions, note, pause)
+        pause = again_after(world, world.memory.round_seen_at, STARTING_SECONDS)
+        return with_status_write(world, actions, note, pause)
     if isinstance(choice, restore_point.Exhausted):
-        return fail_job(world, memory, now, choice.note)
+        return fail_job(world, choice.note)
     status = _with_choice(world, choice)
-    status = refresh(world, now, memory, status, Note(choice.reason, choice.message))
+    status = refresh(world, status, Note(choice.reason, choice.message))
     kind = EventKind.NORMAL if choice.reason is Reason.RESTORE_POINT_CHOSEN else EventKind.WARNING
     actions = [
         ChooseRestorePoint(world.observed.job.resource_version, status),
         EmitEvent(kind, choice.reason, choice.message),
     ]
-    memory = after_write(memory, world, now)
-    return Decision.of(actions, 0.0, choice.message, memory)
+    remember_write(world)
+    return Decision.of(actions, 0.0, choice.message)
 
 
 def _finishes(world: World, choice: restore_point.InterruptedCommit) -> Iterator[Action]:
     """Yield the requests to some members to write the manifest. The others read it from one of them."""
     message = FinishCommit(world.round, choice.id.step, choice.id.round, choice.manifest)
     for member in world.members[:FINISHING_MEMBERS]:
-        pod = member.pod
-        if pod is not None and pod.ip is not None:
-            yield Call(CallPath.FINISH_COMMIT, member.worker, pod.name, pod.uid, message)
+        yield from member.call(CallPath.FINISH_COMMIT, message)
 
 
 def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatus:
@@ -176,45 +171,40 @@ def _less_lost_work(
     )
 
 
-def run(world: World, memory: JobMemory, now: Now) -> Decision:
-    if gang.awaits_coordinator(world, memory, now):
+def run(world: World) -> Decision:
+    if gang.awaits_coordinator(world):
         text = "the coordinator has not answered this operator process yet"
-        return Decision.of((), STARTING_SECONDS, text, memory)
+        return Decision.of((), STARTING_SECONDS, text)
     job = world.observed.job
-    state = world.coordinator
-    running = state is not None and state.running
+    running = world.state.running
     actions = gang.member_actions(world)
-    rounds = round_message.round_actions(world, memory, now)
+    rounds = round_message.round_actions(world)
     actions.extend(rounds.actions)
-    planned = checkpoints.plan(world, rounds.memory, now)
-    actions.extend(planned.actions)
-    memory = planned.memory
+    actions.extend(checkpoints.plan(world))
     if running:
         actions.extend(gang.delete_old_certificates(world))
-        spares, memory = gang.spare_actions(world, memory, now)
-        actions.extend(spares)
-    placeholders, memory = sizes.new_placeholders(world, memory, now)
-    actions.extend(placeholders)
+        actions.extend(gang.spare_actions(world))
+    actions.extend(sizes.new_placeholders(world))
     if lifecycle.must_stop(world):
         actions.extend(lifecycle.request_stop(world))
     actions.extend(_departing(world))
     commit = checkpoints.committable(world)
     if not (rounds.complete and running):
-        requeue = again_after(memory.seen_at(Seen.CHOSEN), STARTING_SECONDS, now)
+        requeue = again_after(world, world.memory.seen_at(Seen.CHOSEN), STARTING_SECONDS)
     elif not actions and _is_undisturbed(world):
         requeue = max(RUNNING_SECONDS, world.observed.routine_seconds)
     else:
         requeue = RUNNING_SECONDS
-    requeue = min(requeue, lifecycle.seconds_to_deadline(world, now))
+    requeue = min(requeue, lifecycle.seconds_to_deadline(world))
     actions.extend(gang.standing(world))
     note = None
     if not running:
-        note = _refused(world) or _missing(world) or _pod_trouble(world, memory, now)
+        note = _refused(world) or _missing(world) or _pod_trouble(world)
     if note is None and not running and not job.status.is_true(JobCondition.RUNNING):
         note = Note(Reason.STARTING, f"round {world.round}: ranks restore and rendezvous")
     if commit is None:
-        return with_status_write(world, memory, now, actions, note, requeue)
-    return committed(world, memory, now, commit, actions, note)
+        return with_status_write(world, actions, note, requeue)
+    return committed(world, commit, actions, note)
 
 
 def _is_undisturbed(world: World) -> bool:
@@ -231,8 +221,8 @@ def _departing(world: World) -> list[Action]:
         return []
     text = f"{leaves} is deleted, because the node will be taken away: the gang saves, and the worker moves"
     return [
-        Delete(labels.POD, leaves.pod.name, leaves.pod.uid, "its node will be taken away"),
-        EmitEvent(EventKind.NORMAL, Reason.NODE_LEAVING, text),
+        Delete.pod(leaves.pod, "its node will be taken away"),
+        normal(Reason.NODE_LEAVING, text),
     ]
 
 
@@ -247,7 +237,7 @@ def _missing(world: World) -> Note | None:
     return None if text is None else Note(Reason.CHECKPOINT_MISSING, text)
 
 
-def _pod_trouble(world: World, memory: JobMemory, now: Now) -> Note | None:
+def _pod_trouble(world: World) -> Note | None:
     """Return why a pod is not created or does not start, or None.
 
     The note contains the problem of the spec, or the message of the kubelet or the scheduler.
@@ -265,7 +255,7 @@ def _pod_trouble(world: World, memory: JobMemory, now: Now) -> Note | None:
     waiting = waiting_note(world)
     if waiting is not None:
         return waiting
-    late = scheduling.describe_late(world, memory, now)
+    late = scheduling.describe_late(world)
     if late is not None:
         return Note(Reason.POD_NOT_STARTED, late)
     for member in world.members:
@@ -277,7 +267,7 @@ def _pod_trouble(world: World, memory: JobMemory, now: Now) -> Note | None:
     return None
 
 
-def over(world: World, memory: JobMemory, now: Now) -> Decision:
+def over(world: World) -> Decision:
     """Return the decision about a job that has completed or failed.
 
     A commit gets its Checkpoint object before the status records it. So an object that a user deletes after
@@ -286,62 +276,55 @@ def over(world: World, memory: JobMemory, now: Now) -> Decision:
     job, status = world.observed.job, world.status
     commit = checkpoints.pending_commit(world)
     if commit is not None:
-        record = checkpoints.record_of(world, commit, now)
-        if record and not memory.record_refused:
-            return Decision.of(record, 0.0, "the last commit is recorded", memory)
-        status = changed(status, last_persisted=commit)
-        text = f"step {commit.step} of round {commit.round} is persisted"
-        event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, text)
-        write = CommitPersisted(job.resource_version, status)
-        return Decision.of((write, *record, event), 0.0, text, memory)
+        record = checkpoints.record_of(world, commit)
+        if record and not world.memory.record_refused:
+            return Decision.of(record, 0.0, "the last commit is recorded")
+        write = CommitPersisted(job.resource_version, changed(status, last_persisted=commit))
+        event = persisted(commit)
+        return Decision.of((write, *record, event), 0.0, event.message)
     if status.is_true(JobCondition.PODS_KEPT):
-        status = renamed(world, now, refresh_kept(world, now, status))
-    present = World(with_status(world, status))
+        status = renamed(world, refresh_kept(world, status))
+    present = world.with_status(status)
     kept = ends.why_kept_after_the_end(present)
-    status = ends.with_pods_kept(status, present, kept, now)
+    status = ends.with_pods_kept(status, present, kept)
     actions: list[Action] = []
-    if must_write(job.status, status, memory, now, world.observed.routine_seconds):
+    if must_write(world, status):
         actions.append(WriteStatus(job.resource_version, status))
-        memory = after_write(memory, world, now)
-    if memory.record_refused:
-        actions.extend(checkpoints.records(world, now))
-    actions.extend(
-        checkpoints.expire_requests(world, now) or checkpoints.quarantine_marks(world, now)
-    )
+        remember_write(world)
+    if world.memory.record_refused:
+        actions.extend(checkpoints.records(world))
+    actions.extend(checkpoints.expire_requests(world) or checkpoints.quarantine_marks(world))
     actions.extend(ends.release_all(world, "the job is over"))
-    actions.extend(ends.after_the_end(world, now, kept=kept is not None))
+    actions.extend(ends.after_the_end(world, kept=kept is not None))
     if kept is not None:
         actions.extend(gang.seals(world))  # the members of an unsealed round answer only after it
     if ends.is_upload_requested(kept) and status.restore_point is not None:
         # A sidecar whose container restarts after the end needs ROUND again.
-        plan = round_message.round_actions(present, memory, now)
+        plan = round_message.round_actions(present)
         actions.extend((*plan.actions, *lifecycle.request_stop(present, job_is_over=True)))
-        memory = plan.memory
+        world.memory = present.memory
     # Launchers leave when the version is acknowledged, and their pods end.
     state = world.coordinator
     acted = None if state is None or kept is not None else state.version
-    return Decision.of(actions, WAITING_SECONDS, "the job is over", memory, acted)
+    return Decision.of(actions, WAITING_SECONDS, "the job is over", acted)
 
 
-def suspended(world: World, memory: JobMemory, now: Now) -> Decision:
+def suspended(world: World) -> Decision:
     job = world.observed.job
     status = job.status
-    generation = job.generation
     if not status.is_true(JobCondition.SUSPENDED):
-        status = recovery.interrupted(lifecycle.suspended(world, now), memory)
-        return written(world, memory, now, status, [], "the job is suspended without a save")
+        status = recovery.interrupted(lifecycle.suspended(world), world)
+        return written(world, status, [], "the job is suspended without a save")
     if lifecycle.must_withdraw(world):
-        status = lifecycle.withdrawn(world, now)
-        return written(world, memory, now, status, [], "the suspension is withdrawn")
+        status = lifecycle.withdrawn(world)
+        return written(world, status, [], "the suspension is withdrawn")
     if job.spec.suspend:
         acted = None if world.coordinator is None else world.coordinator.version
         freed = ends.release_all(world, "the job is suspended")
         actions = (*lifecycle.delete_all_pods(world), *freed)
-        return Decision.of(actions, WAITING_SECONDS, "suspended", memory, acted)
+        return Decision.of(actions, WAITING_SECONDS, "suspended", acted)
     if status.restart_round is None:
         note = Note(Reason.RESUMED, "spec.suspend is false")
-        status = set_condition(status, JobCondition.SUSPENDED, False, note, now, generation)
-        return written(world, memory, now, status, [], "the job is resumed")
-    status = new_rounds.resumed_round(world, now)
-    event = EmitEvent(EventKind.NORMAL, Reason.RESUMED, f"round {status.restart_round} begins")
-    return begin_round(world, memory, now, status, (), event)
+        status = world.with_condition(status, JobCondition.SUSPENDED, False, *note)
+        return written(world, status, [], "the job is resumed")
+    return new_rounds.resume(world)

@@ -26,8 +26,8 @@ from holdfast_operator.decide import readable
 from holdfast_operator.decide.evidence import share_of
 from holdfast_operator.decide.nodes import MAX_NODES, failed_nodes
 from holdfast_operator.decide.readable import stored
-from holdfast_operator.decide.world import MemberState, World, seconds_since
-from holdfast_operator.model.job import JobMemory, Now, PodView, Seen
+from holdfast_operator.decide.world import MemberState, World
+from holdfast_operator.model.job import PodView, Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template import items_of, pod_spec
 from holdfast_operator.model.wording import first_of
@@ -49,10 +49,10 @@ _SOURCES = {
 """Sources of volumes that may be missing, each with its name in messages and the field that names it."""
 
 
-def timed_out(world: World, memory: JobMemory, now: Now) -> bool:
+def timed_out(world: World) -> bool:
     """Return whether pods of the gang have been without nodes for scheduleTimeoutSeconds."""
     limit = world.observed.job.spec.schedule_timeout_seconds
-    waited = seconds_since(memory.seen_at(Seen.UNSCHEDULED), now)
+    waited = world.seconds_seen(Seen.UNSCHEDULED)
     return limit > 0 and waited >= limit and waits_for_nodes(world)
 
 
@@ -61,9 +61,7 @@ def waits_for_nodes(world: World) -> bool:
 
     A gang whose ranks train has all of its pods: the watch of pods is then behind.
     """
-    state = world.coordinator
-    trains = state is not None and state.running
-    return bool(world.unscheduled) and not trains
+    return bool(world.unscheduled) and not world.state.running
 
 
 def lost_if_deleted(world: World) -> str | None:
@@ -115,16 +113,16 @@ def timeouts(world: World) -> int:
     return 0 if world.status.scheduling is None else world.status.scheduling.timeouts
 
 
-def next_try(world: World, now: Now) -> datetime:
+def next_try(world: World) -> datetime:
     """Return when the pods of a gang that gives its nodes back now are created again.
 
     The back-off is between a half and the whole of 1, 2, 4 and so on minutes, up to MAX_BACK_OFF_SECONDS.
     """
     whole = min(FIRST_BACK_OFF_SECONDS * 2.0 ** min(timeouts(world), 10), MAX_BACK_OFF_SECONDS)
-    return now.utc + timedelta(seconds=whole * (1 + share_of(world)) / 2)
+    return world.now.utc + timedelta(seconds=whole * (1 + share_of(world)) / 2)
 
 
-def seconds_until_next_try(world: World, now: Now) -> float | None:
+def seconds_until_next_try(world: World) -> float | None:
     """Return the seconds until the pods are created, 0 if that is due, or None if no back-off was begun.
 
     A stamp further away than the longest back-off was written with a clock that was wrong.
@@ -132,18 +130,16 @@ def seconds_until_next_try(world: World, now: Now) -> float | None:
     scheduling = world.status.scheduling
     if scheduling is None or scheduling.retry_at is None:
         return None
-    left = (scheduling.retry_at - now.utc).total_seconds()
+    left = (scheduling.retry_at - world.now.utc).total_seconds()
     return left if 0 < left <= MAX_BACK_OFF_SECONDS else 0.0
 
 
 # --------------------------------------------------------------------------- pods that do not start
 
 
-def describe_late(
-    world: World, memory: JobMemory, now: Now, seconds: float = NAMED_AFTER_SECONDS
-) -> str | None:
+def describe_late(world: World, seconds: float = NAMED_AFTER_SECONDS) -> str | None:
     """Return which pods have not started on their nodes for so many seconds, or None."""
-    late = _late(world, memory, now, seconds)
+    late = _late(world, seconds)
     if not late:
         return None
     named = first_of([f"{pod.name} on node {pod.node}" for _, pod in late])
@@ -156,27 +152,27 @@ def describe_late(
         text += " (a volume is not mounted, or the network of the pod is not set up)"
     mounts = _mounts(world)
     text += f". They mount {first_of(mounts)}" if mounts else ""
-    _, kept = _to_avoid(world, memory, now)
+    _, kept = _to_avoid(world)
     text += f". {kept}" if kept else ""
     text += f". {world.fixed_node_advice}" if world.fixed_node is not None else ""
     return f"{text}. `kubectl describe pod {pod.name}` shows what the kubelet says"
 
 
-def with_late_nodes(world: World, memory: JobMemory, now: Now) -> TrainingJobStatus:
+def with_late_nodes(world: World) -> TrainingJobStatus:
     """Return the status in which the nodes are avoided on which pods have not started in time.
 
     It is the same status if there are none, or if no affinity can keep pods off a node. If pods wait on more
     than half of the gang's nodes, the cause may be one that all nodes share. So the pods of one node are
     tried on others first (ADR 0008).
     """
-    nodes, _ = _to_avoid(world, memory, now)
+    nodes, _ = _to_avoid(world)
     status = world.status
     if not nodes:
         return status
     new = [
         NodeFailure(
             node=node,
-            at=now.utc,
+            at=world.now.utc,
             late_in_round=world.round,
             by_rule=True,
         )
@@ -185,7 +181,7 @@ def with_late_nodes(world: World, memory: JobMemory, now: Now) -> TrainingJobSta
     return changed(status, node_failures=(*status.node_failures, *new)[-MAX_NODE_FAILURES:])
 
 
-def _to_avoid(world: World, memory: JobMemory, now: Now) -> tuple[list[str], str]:
+def _to_avoid(world: World) -> tuple[list[str], str]:
     """Return the nodes to avoid because of late pods, and why late pods stay on others, or "".
 
     No more nodes are recorded than are avoided afterwards. Otherwise their pods would neither start nor be
@@ -195,11 +191,11 @@ def _to_avoid(world: World, memory: JobMemory, now: Now) -> tuple[list[str], str
     if not limit or world.nodes_are_fixed or not world.may_replace_pods:
         return [], ""
     avoided = failed_nodes(world, world.status)
-    late = sorted(_nodes(_late(world, memory, now, limit)) - set(avoided))
+    late = sorted(_nodes(_late(world, limit)) - set(avoided))
     if not late:
         return [], ""
     # Pods that wait for the same reason become late at different moments, as they were created.
-    waiting = _nodes(_late(world, memory, now, limit / 2))
+    waiting = _nodes(_late(world, limit / 2))
     used = _nodes((m, m.pod) for m in world.members if m.pod is not None)
     # The pods of a node that was tried first may have no node yet, so that node counts as well.
     tried = _tried(world)
@@ -209,7 +205,7 @@ def _to_avoid(world: World, memory: JobMemory, now: Now) -> tuple[list[str], str
         if not _start_elsewhere(world, tried):
             where = f"They wait on {len(waiting)} of the gang's {len(used)} nodes"
             first = f"the pods of {first_of(sorted(tried))}"
-            if all(p.failed_nodes.isdisjoint(tried) for _, p in _late(world, memory, now, limit)):
+            if all(p.failed_nodes.isdisjoint(tried) for _, p in _late(world, limit)):
                 return [], f"{where}. So {first} are tried on other nodes first"
             return [], (
                 f"{where}, and {first} have not started on other nodes either. So the cause is probably no "
@@ -228,25 +224,22 @@ def _tried(world: World) -> frozenset[str]:
 
 def _start_elsewhere(world: World, tried: frozenset[str]) -> bool:
     """Return whether a pod that was created again to avoid one of these nodes has started."""
-    pods = (m.pod for m in world.members if m.pod is not None)
-    return any(p.started and not p.failed_nodes.isdisjoint(tried) for p in pods)
+    return any(p.started and not p.failed_nodes.isdisjoint(tried) for p in world.pods)
 
 
 def _nodes(pods: Iterable[tuple[MemberState, PodView]]) -> set[str]:
     return {pod.node for _, pod in pods if pod.node is not None}
 
 
-def _late(
-    world: World, memory: JobMemory, now: Now, seconds: float
-) -> list[tuple[MemberState, PodView]]:
+def _late(world: World, seconds: float) -> list[tuple[MemberState, PodView]]:
     return [
         (m, m.pod)
         for m in world.members
         if m.pod is not None
-        and (since := memory.seen_at(Seen.BOUND, m.pod.uid)) is not None
+        and (since := world.memory.seen_at(Seen.BOUND, m.pod.uid)) is not None
         and not m.node_lost
         and world.awaits_start(m)
-        and seconds_since(since, now) >= seconds
+        and world.seconds_since(since) >= seconds
     ]
 
 
@@ -264,22 +257,20 @@ def _mounts(world: World) -> list[str]:
 # --------------------------------------------------------------------------- the condition
 
 
-def with_scheduling(
-    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
-) -> TrainingJobStatus:
+def with_scheduling(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition Unschedulable. A gang that is scheduled in time does not get it."""
-    kind, job = JobCondition.UNSCHEDULABLE, world.observed.job
+    kind = JobCondition.UNSCHEDULABLE
     if status.restart_round != world.status.restart_round:
         return status
     lost = None
-    if timed_out(world, memory, now):
+    if timed_out(world):
         lost = lost_if_deleted(world)
     if lost is not None:
         text = f"{describe(world)}. The other pods of the gang keep their nodes, because {lost}"
-        return status.with_condition(kind, True, Reason.NODES_KEPT, text, now.utc, job.generation)
+        return world.with_condition(status, kind, True, Reason.NODES_KEPT, text)
     placed = all(m.pod is not None and m.pod.node is not None for m in world.members)
     if not (placed and (status.scheduling is not None or status.is_true(kind))):
         return status
     text = "all pods of the gang have nodes"
     status = changed(status, scheduling=None)
-    return status.with_condition(kind, False, Reason.SCHEDULED, text, now.utc, job.generation)
+    return world.with_condition(status, kind, False, Reason.SCHEDULED, text)

@@ -25,8 +25,6 @@ An elastic gang for some of whose workers there are no nodes (ADR 0011):
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from holdfast_core.api import (
     ElasticSpec,
     ElasticStatus,
@@ -45,13 +43,10 @@ from holdfast_operator.decide.world import (
     World,
     asked_for,
     is_over,
-    seconds_since,
-    set_condition,
     trains,
 )
-from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Delete, DesiredObject
-from holdfast_operator.model.job import Done, JobMemory, Now, Seen, queue_of
+from holdfast_operator.model.job import Done, Seen, queue_of
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.pod import render_placeholder
 
@@ -149,16 +144,16 @@ def is_untried(status: TrainingJobStatus) -> bool:
 # --------------------------------------------------------------------------- missing nodes
 
 
-def lacks_nodes(world: World, memory: JobMemory, now: Now) -> bool:
+def lacks_nodes(world: World) -> bool:
     """Return whether pods of an elastic gang have been without nodes for elastic.shrinkAfterSeconds.
 
     The time begins when the pods of earlier rounds have ended, because the gang waits for their nodes.
     """
     elastic = elastic_of(world.observed.job)
-    since = memory.seen_at(Seen.LACKING)
+    since = world.memory.seen_at(Seen.LACKING)
     if elastic is None or since is None or not waits_for_nodes(world):
         return False
-    return seconds_since(since, now) >= elastic.shrink_after_seconds
+    return world.seconds_since(since) >= elastic.shrink_after_seconds
 
 
 def workers_with_nodes(world: World) -> int:
@@ -216,7 +211,7 @@ def resize_obstacle(world: World) -> Note | None:
     return None
 
 
-def with_resizing(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_resizing(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status of the present round with condition Resizing. A job that keeps its size gets none.
 
     Once every rank has finished a step with the new number of workers, there is no way back to the old one.
@@ -229,9 +224,8 @@ def with_resizing(status: TrainingJobStatus, world: World, now: Now) -> Training
             return status
         note = Note(Reason.RESIZED, f"the gang has {len(world.members)} workers")
     if asked:
-        value, note = True, replace(note, reason=Reason.STOPPING)
-    generation = world.observed.job.generation
-    return set_condition(status, JobCondition.RESIZING, value, note, now, generation)
+        value, note = True, note._replace(reason=Reason.STOPPING)
+    return world.with_condition(status, JobCondition.RESIZING, value, *note)
 
 
 def _with_record(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
@@ -266,7 +260,7 @@ def _waits_for(status: TrainingJobStatus, world: World) -> tuple[bool, Note | No
         obstacle = resize_obstacle(world)
         if obstacle is not None:
             refused = obstacle.reason == Reason.NO_OBJECT_TIER
-            return not refused, replace(obstacle, message=f"{step}, but {obstacle.message}")
+            return not refused, obstacle._replace(message=f"{step}, but {obstacle.message}")
         if trains(world):
             return True, Note(Reason.STOPPING, f"{step}: it was requested to save and stop")
         lost = readable.lost_with_all_pods(world)
@@ -290,18 +284,16 @@ def shrink_obstacle(world: World) -> str | None:
     return None if found is None else found.message
 
 
-def with_missing_workers(
-    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
-) -> TrainingJobStatus:
+def with_missing_workers(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition WorkersMissing. A gang that never lacked nodes does not get it."""
     kind, job = JobCondition.WORKERS_MISSING, world.observed.job
     if job.spec.elastic is not None and elastic_of(job) is None:
         text = "elastic has no effect in a queue: Kueue admits all pods of the gang or none of them"
         without_effect = Note(Reason.CANNOT_SHRINK, text)
-        return set_condition(status, kind, False, without_effect, now, job.generation)
-    note = _missing(status, world, memory, now)
+        return world.with_condition(status, kind, False, *without_effect)
+    note = _missing(status, world)
     if note is not None:
-        return set_condition(status, kind, True, note, now, job.generation)
+        return world.with_condition(status, kind, True, *note)
     if not status.is_true(kind):
         return status
     workers = job.spec.workers
@@ -310,13 +302,13 @@ def with_missing_workers(
     if missing:
         text = f"the pods of {len(world.members)} workers wait for nodes"
         note = Note(Reason.WAITING_FOR_PODS, text)
-    return set_condition(status, kind, missing, note, now, job.generation)
+    return world.with_condition(status, kind, missing, *note)
 
 
-def _missing(status: TrainingJobStatus, world: World, memory: JobMemory, now: Now) -> Note | None:
+def _missing(status: TrainingJobStatus, world: World) -> Note | None:
     """Return for which workers there are no nodes, and what the gang does about it, or None."""
     job = world.observed.job
-    if lacks_nodes(world, memory, now):
+    if lacks_nodes(world):
         why = shrink_obstacle(world)
         text = f"{scheduling.describe(world)}. The gang cannot continue without them"
         return Note(Reason.CANNOT_SHRINK, text if why is None else f"{text}: {why}")
@@ -336,10 +328,10 @@ def _missing(status: TrainingJobStatus, world: World, memory: JobMemory, now: No
     if waiting:
         why = next((p.message for p in waiting if p.message), "the scheduler has not said why")
         text += f". There is no node for {len(waiting)} placeholders: {why}"
-    if memory.placeholders_refused:
+    if world.memory.placeholders_refused:
         text += (
             f". The API server refuses a placeholder, and the operator tries again after "
-            f"elastic.growAfterSeconds: {memory.placeholders_refused}"
+            f"elastic.growAfterSeconds: {world.memory.placeholders_refused}"
         )
     return Note(Reason.SHRUNK, text)
 
@@ -376,9 +368,7 @@ def _keeps_placeholders(world: World) -> bool:
     return needed and resize_obstacle(world) is None
 
 
-def new_placeholders(
-    world: World, memory: JobMemory, now: Now
-) -> tuple[list[DesiredObject], JobMemory]:
+def new_placeholders(world: World) -> list[DesiredObject]:
     """Return the creates of placeholders for all missing workers if they are due.
 
     They are created once in elastic.growAfterSeconds. They stay until they have nodes: a scheduler tries pods
@@ -387,18 +377,19 @@ def new_placeholders(
     observed = world.observed
     job = observed.job
     elastic = elastic_of(job)
-    since = memory.done.get(Done.PLACEHOLDERS_CREATED, memory.seen_at(Seen.CHOSEN))
+    since = world.memory.done.get(Done.PLACEHOLDERS_CREATED, world.memory.seen_at(Seen.CHOSEN))
     if elastic is None or not may_grow(world):
-        return [], memory
-    if seconds_since(since, now) < elastic.grow_after_seconds:
-        return [], memory
+        return []
+    if world.seconds_since(since) < elastic.grow_after_seconds:
+        return []
     present = {p.worker for p in world.observed.placeholders}
     creates = [
         DesiredObject(render_placeholder(job, Worker(w), observed.store, observed.sidecar))
         for w in range(len(world.members), job.spec.workers)
         if w not in present
     ]
-    return creates, memory.with_done(Done.PLACEHOLDERS_CREATED, now)
+    world.remember_done(Done.PLACEHOLDERS_CREATED)
+    return creates
 
 
 def unneeded_placeholders(world: World) -> list[Delete]:
@@ -412,5 +403,5 @@ def unneeded_placeholders(world: World) -> list[Delete]:
         lost = world.observed.node_lost(pod)
         if (not kept or pod.ended or lost) and (lost or not pod.terminating):
             why = "the gang does not grow, or the placeholder has ended or its node is lost"
-            actions.append(Delete(labels.POD, pod.name, pod.uid, why, force=lost))
+            actions.append(Delete.pod(pod, why, force=lost))
     return actions

@@ -18,9 +18,8 @@ from holdfast_core.names import pod_name
 from holdfast_operator.decide.evidence import CANNOT_START
 from holdfast_operator.decide.nodes import domain_of, failed_nodes, leaving_taint
 from holdfast_operator.decide.world import MemberState, World, has_no_gang, worker_pod
-from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Action, Delete, DesiredObject
-from holdfast_operator.model.job import Now, PodPhase
+from holdfast_operator.model.job import PodPhase
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.objects import render_certificates
 
@@ -131,10 +130,10 @@ def choose_spares(
 
 def _is_ready(world: World, spare: MemberState) -> bool:
     """Return whether the pod runs, its sidecar answers and has no worker, and its node is healthy."""
-    pod, sidecar = spare.pod, spare.sidecar
+    pod = spare.pod
     if pod is None or pod.ip is None or pod.leaving or pod.phase is not PodPhase.RUNNING:
         return False
-    inventory = None if sidecar is None else sidecar.inventory
+    inventory = spare.inventory
     if not (spare.alive and spare.reachable) or inventory is None or not inventory.launcher:
         return False
     if inventory.worker != spare.worker or pod.trainer_exit_code is not None:
@@ -178,13 +177,7 @@ def create_spares(
 def delete_lost_spares(world: World) -> list[Action]:
     """Return deletes of the spares that have ended or are on a lost node."""
     return [
-        Delete(
-            labels.POD,
-            s.pod.name,
-            s.pod.uid,
-            "the spare has ended or its node is lost",
-            s.node_lost,
-        )
+        Delete.pod(s.pod, "the spare has ended or its node is lost", force=s.node_lost)
         for s in world.spares
         if s.pod is not None and (s.node_lost or (s.pod.ended and not s.pod.terminating))
     ]
@@ -195,9 +188,7 @@ def make_room(world: World) -> list[Action]:
     if has_room(world):
         return []
     return [
-        Delete(
-            labels.POD, s.pod.name, s.pod.uid, "a worker needs the room of the spare", s.node_lost
-        )
+        Delete.pod(s.pod, "a worker needs the room of the spare", force=s.node_lost)
         for s in world.spares
         if s.pod is not None and (s.node_lost or not s.pod.terminating)
     ]
@@ -211,7 +202,7 @@ def has_room(world: World) -> bool:
 # --------------------------------------------------------------------------- the condition
 
 
-def with_spares_ready(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_spares_ready(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition SparesReady. A job that never had spares does not get it."""
     wanted = world.observed.job.spec.spares
     known = status.condition(JobCondition.SPARES_READY)
@@ -221,10 +212,7 @@ def with_spares_ready(status: TrainingJobStatus, world: World, now: Now) -> Trai
     reason, text = Reason.SPARES_READY, f"{ready} of {wanted} spare pods are ready"
     if ready < wanted:
         reason, text = Reason.SPARES_WAIT, f"{text}: {_waits_for(status, world)}"
-    generation = world.observed.job.generation
-    return status.with_condition(
-        JobCondition.SPARES_READY, ready >= wanted, reason, text[:1024], now.utc, generation
-    )
+    return world.with_condition(status, JobCondition.SPARES_READY, ready >= wanted, reason, text)
 
 
 def _waits_for(status: TrainingJobStatus, world: World) -> str:

@@ -25,10 +25,8 @@ from holdfast_core.api import (
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_core.ids import Worker
 from holdfast_operator.decide import readable
-from holdfast_operator.decide.world import MemberState, Note, World, set_condition
-from holdfast_operator.model import labels
-from holdfast_operator.model.actions import Action, Delete, EmitEvent, EventKind
-from holdfast_operator.model.job import Now
+from holdfast_operator.decide.world import MemberState, Note, World
+from holdfast_operator.model.actions import Action, Delete, normal
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template import (
     RESTORE_FROM,
@@ -209,13 +207,12 @@ def _text(value: Any) -> list[str]:
     return [str(v) for v in value] if isinstance(value, Sequence) else []
 
 
-def accepted(world: World, now: Now, problem: Note | None) -> TrainingJobStatus:
+def accepted(world: World, problem: Note | None) -> TrainingJobStatus:
     """Return the status with condition Accepted: False for a problem, Unknown while the store is probed."""
     note = problem or Note(Reason.ACCEPTED, "the spec can be run")
     waiting = problem is not None and problem.reason == Reason.STORE_NOT_PROBED
     value = None if waiting else problem is None
-    generation = world.observed.job.generation
-    return set_condition(world.status, JobCondition.ACCEPTED, value, note, now, generation)
+    return world.with_condition(world.status, JobCondition.ACCEPTED, value, *note)
 
 
 def outdated(world: World) -> dict[str, list[MemberState]]:
@@ -244,8 +241,7 @@ def outdated_pods(world: World) -> list[Action]:
 
     The caller has checked that a pod can be created from the present template.
     """
-    state = world.coordinator
-    if state is not None and state.running:
+    if world.state.running:
         return []
     idle = [
         m
@@ -260,8 +256,8 @@ def outdated_pods(world: World) -> list[Action]:
         return []
     names = first_of([p.name for p in pods])
     text = f"spec.template has changed, and no rank ever ran in {names}: created again from the new one"
-    deletes = [Delete(labels.POD, p.name, p.uid, "spec.template has changed") for p in pods]
-    return [*deletes, EmitEvent(EventKind.NORMAL, Reason.TEMPLATE_CHANGED, text)]
+    deletes = [Delete.pod(p, "spec.template has changed") for p in pods]
+    return [*deletes, normal(Reason.TEMPLATE_CHANGED, text)]
 
 
 def _may_go(world: World, workers: list[Worker]) -> bool:
@@ -277,9 +273,9 @@ def _may_go(world: World, workers: list[Worker]) -> bool:
 # --------------------------------------------------------------------------- the condition
 
 
-def with_spec_applied(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def with_spec_applied(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition SpecApplied. A job that was never edited does not get it."""
-    kind, job = JobCondition.SPEC_APPLIED, world.observed.job
+    kind = JobCondition.SPEC_APPLIED
     if status.restart_round is None or status.completion_time is not None:
         return status
     found = outdated(world)
@@ -294,7 +290,7 @@ def with_spec_applied(status: TrainingJobStatus, world: World, now: Now) -> Trai
     if not problems and status.condition(kind) is None:
         return status
     text = ". ".join(problems) or "the gang has the present spec"
-    return status.with_condition(kind, not problems, reason, text, now.utc, job.generation)
+    return world.with_condition(status, kind, not problems, reason, text)
 
 
 def _differ(world: World, found: Mapping[str, list[MemberState]]) -> bool:

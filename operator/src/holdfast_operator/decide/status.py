@@ -7,7 +7,6 @@ pass contains all changes. A change of levels alone is written at most every LEV
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from holdfast_core.api import (
     CheckpointStore,
@@ -18,67 +17,49 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import Step, TierName
-from holdfast_core.messages.schema import Failure, RestorePoint
-from holdfast_operator.decide import recovery
+from holdfast_core.messages.schema import Failure
+from holdfast_operator.decide import conditions, recovery
 from holdfast_operator.decide.adoption import with_adoption
-from holdfast_operator.decide.conditions import (
-    with_missing,
-    with_passed_hangs,
-    with_policy,
-    with_stragglers,
-)
 from holdfast_operator.decide.nodes import with_leaving_nodes
 from holdfast_operator.decide.queue import with_queue
 from holdfast_operator.decide.scheduling import with_scheduling
 from holdfast_operator.decide.sizes import wanted_workers
 from holdfast_operator.decide.spares import with_spares, with_spares_ready
 from holdfast_operator.decide.spec import with_spec_applied
-from holdfast_operator.decide.world import Note, World, has_no_gang, set_condition
-from holdfast_operator.model.job import JobMemory, Now
+from holdfast_operator.decide.world import Note, World, has_no_gang
 from holdfast_operator.model.reasons import Reason
 
 LEVELS_EVERY_SECONDS = 10.0
 """Shortest interval between writes of levels. Otherwise each step of each job would cause a write in etcd."""
 
 
+_PHASES = {
+    JobCondition.FAILED: JobPhase.FAILED,
+    JobCondition.COMPLETE: JobPhase.SUCCEEDED,
+    JobCondition.SUSPENDED: JobPhase.SUSPENDED,
+    JobCondition.RESTARTING: JobPhase.RESTARTING,
+    JobCondition.RUNNING: JobPhase.RUNNING,
+}
+"""The phase for the first of these conditions that is true."""
+
+
 def compute_phase(status: TrainingJobStatus) -> JobPhase:
     """Return the phase, a summary of the conditions for users. No decision reads it."""
-    if status.is_true(JobCondition.FAILED):
-        return JobPhase.FAILED
-    if status.is_true(JobCondition.COMPLETE):
-        return JobPhase.SUCCEEDED
-    if status.is_true(JobCondition.SUSPENDED):
-        return JobPhase.SUSPENDED
-    if status.is_true(JobCondition.RESTARTING):
-        return JobPhase.RESTARTING
-    if status.is_true(JobCondition.RUNNING):
-        return JobPhase.RUNNING
-    return JobPhase.PENDING if status.restart_round is None else JobPhase.STARTING
+    begun = JobPhase.PENDING if status.restart_round is None else JobPhase.STARTING
+    return next((phase for kind, phase in _PHASES.items() if status.is_true(kind)), begun)
 
 
-def refresh(
-    world: World, now: Now, memory: JobMemory, status: TrainingJobStatus, note: Note | None = None
-) -> TrainingJobStatus:
+def refresh(world: World, status: TrainingJobStatus, note: Note | None = None) -> TrainingJobStatus:
     """Return `status` with everything that follows from the observation brought up to date.
 
     `note` is the reason and message of Running=False. Without it a running job stays Running.
     """
     job = world.observed.job
-    status = with_levels(status, world)
-    status = _with_goodput(status, world, memory, now)
-    status = _with_flush(status, memory)
-    status = _with_recovery_closed(status, world, memory, now)
-    status = _with_running(status, world, now, note)
-    status = _with_tier_conditions(status, world, now)
-    status = with_policy(status, world, memory, now)
-    status = with_passed_hangs(status, world, now)
-    status = with_spec_applied(status, world, now)
-    status = with_leaving_nodes(status, world, now)
-    status = with_stragglers(status, world)
-    status = with_scheduling(status, world, memory, now)
-    status = with_queue(status, world, now)
-    status = with_adoption(status, world, now)
-    status = with_spares_ready(with_spares(status, world), world, now)
+    for measure in (with_levels, _with_goodput, _with_flush, _with_recovery_closed):
+        status = measure(status, world)
+    status = _with_running(status, world, note)
+    for report in _CONDITIONS:
+        status = report(status, world)
     total = len(status.members) or job.spec.workers
     missing = wanted_workers(job, status) < job.spec.workers
     return changed(
@@ -99,14 +80,15 @@ def _ready(world: World, status: TrainingJobStatus, total: int) -> int:
     return sum(1 for m in world.members if m.pod is not None and m.pod.ready and m.alive)
 
 
-def refresh_kept(world: World, now: Now, status: TrainingJobStatus) -> TrainingJobStatus:
+def refresh_kept(world: World, status: TrainingJobStatus) -> TrainingJobStatus:
     """Return the status of a failed job whose pods stay, with what its sidecars report of checkpoints."""
-    status = _with_tier_conditions(with_levels(status, world), world, now)
-    return with_missing(status, world, now)
+    status = _with_tier_conditions(with_levels(status, world), world)
+    return conditions.with_missing(status, world)
 
 
-def _with_flush(status: TrainingJobStatus, memory: JobMemory) -> TrainingJobStatus:
+def _with_flush(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return `status` with the longest flush, from which the grace period of new pods follows."""
+    memory = world.memory
     if memory.flush_seconds <= 0:
         return status
     longest = max(math.ceil(memory.flush_seconds), status.flush_seconds or 0)
@@ -125,53 +107,34 @@ def with_levels(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     return changed(
         status,
         step=_higher(status.step, step),
-        last_committed_step=_higher(status.last_committed_step, _step(state.last_local)),
-        last_replicated_step=_higher(status.last_replicated_step, _step(state.last_replicated)),
+        last_committed_step=_higher(status.last_committed_step, world.local_step),
+        last_replicated_step=_higher(status.last_replicated_step, world.copied_step),
     )
 
 
-def _step(point: RestorePoint | None) -> Step | None:
-    return None if point is None else point.step
-
-
 def _higher(old: Step | None, new: Step | None) -> Step | None:
-    if old is None or new is None:
-        return new if old is None else old
-    return max(old, new)
+    return max((s for s in (old, new) if s is not None), default=None)
 
 
-def _with_running(
-    status: TrainingJobStatus, world: World, now: Now, note: Note | None
-) -> TrainingJobStatus:
-    generation = world.observed.job.generation
-    if (
-        status.restart_round is None
-        or status.is_true(JobCondition.SUSPENDED)
-        or status.is_true(JobCondition.COMPLETE)
-        or status.is_true(JobCondition.FAILED)
-    ):
+def _with_running(status: TrainingJobStatus, world: World, note: Note | None) -> TrainingJobStatus:
+    if status.restart_round is None or has_no_gang(status):
         return status
-    state = world.coordinator
     begun = status.restart_round == world.status.restart_round
-    if begun and state is not None and state.running and status.restore_point is not None:
+    if begun and world.state.running and status.restore_point is not None:
         text = f"round {status.restart_round}: every rank has finished a step"
-        status = set_condition(
-            status, JobCondition.RUNNING, True, Note(Reason.TRAINING, text), now, generation
-        )
+        status = world.with_condition(status, JobCondition.RUNNING, True, Reason.TRAINING, text)
         if status.condition(JobCondition.RESTARTING) is not None:
             done = Note(Reason.RECOVERED, f"round {status.restart_round} runs")
-            status = set_condition(status, JobCondition.RESTARTING, False, done, now, generation)
+            status = world.with_condition(status, JobCondition.RESTARTING, False, *done)
         return status
     if status.is_true(JobCondition.RUNNING) and note is None:
         # A coordinator that does not answer does not mean that training has stopped.
         return status
     why = note or Note(Reason.STARTING, f"round {status.restart_round} starts")
-    return set_condition(status, JobCondition.RUNNING, False, why, now, generation)
+    return world.with_condition(status, JobCondition.RUNNING, False, *why)
 
 
-def _with_recovery_closed(
-    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
-) -> TrainingJobStatus:
+def _with_recovery_closed(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Complete the record of the recovery once every rank has finished a step or returned 0.
 
     The first round has no such record.
@@ -184,12 +147,10 @@ def _with_recovery_closed(
         return status
     if not (state.running or state.finished):
         return status
-    return status.with_recovery(recovery.closed(begun, state, memory, now))
+    return status.with_recovery(recovery.closed(begun, state, world))
 
 
-def _with_goodput(
-    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
-) -> TrainingJobStatus:
+def _with_goodput(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Add the time since the last count to training if the gang trained, else to recovery.
 
     The write that ends the job counts as well, because a job of a few seconds may have no other.
@@ -197,27 +158,27 @@ def _with_goodput(
     if status.restart_round is None or world.status.completion_time is not None:
         return status
     old = status.goodput or GoodputStatus(ratio=1.0)
-    elapsed = 0.0 if memory.counted_at is None else max(0.0, now.monotonic - memory.counted_at)
-    trained = min(elapsed, _training_seconds(world, memory, now))
+    elapsed = max(0.0, world.seconds_since(world.memory.counted_at))
+    trained = min(elapsed, _training_seconds(world))
     blocked = blocked_seconds(world)
     new = changed(
         old,
         training_seconds=old.training_seconds + trained,
         recovery_seconds=old.recovery_seconds + elapsed - trained,
         checkpoint_seconds=old.checkpoint_seconds
-        + (0.0 if blocked is None else max(0.0, blocked - memory.blocked_counted_seconds)),
+        + (0.0 if blocked is None else max(0.0, blocked - world.memory.blocked_counted_seconds)),
     )
     return changed(status, goodput=with_ratio(new))
 
 
-def _training_seconds(world: World, memory: JobMemory, now: Now) -> float:
+def _training_seconds(world: World) -> float:
     """Return for how long the gang has trained in this round at least, infinite if Running is True."""
     if world.status.is_true(JobCondition.RUNNING):
         return math.inf
     state = world.coordinator
     if state is None or world.status.restore_point is None:
         return 0.0
-    return now.monotonic - recovery.started_training_at(state, memory, now)
+    return world.now.monotonic - recovery.started_training_at(state, world)
 
 
 def with_ratio(goodput: GoodputStatus) -> GoodputStatus:
@@ -232,27 +193,20 @@ def blocked_seconds(world: World) -> float | None:
 
     It is the maximum over the ranks, because the gang waits for its slowest rank.
     """
-    state = world.coordinator
-    if state is None or state.progress is None:
-        return None
-    return state.progress.blocked_seconds
+    progress = world.state.progress
+    return None if progress is None else progress.blocked_seconds
 
 
-def _with_tier_conditions(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
+def _with_tier_conditions(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     job = world.observed.job
-    state = world.coordinator
-    failures = () if state is None else state.failures
+    failures = world.state.failures
     local = next((f for f in failures if f.tier is not TierName.OBJECT), None)
     if local is not None:
         note = Note(local.reason, _located(world, local))
-        status = set_condition(
-            status, JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, note, now, job.generation
-        )
-    elif state is not None and state.last_local is not None and state.last_local.step is not None:
+        status = world.with_condition(status, JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, *note)
+    elif world.local_step is not None:
         note = Note(Reason.COMMITTED, "the newest save is committed")
-        status = set_condition(
-            status, JobCondition.LAST_CHECKPOINT_SUCCEEDED, True, note, now, job.generation
-        )
+        status = world.with_condition(status, JobCondition.LAST_CHECKPOINT_SUCCEEDED, True, *note)
     if job.spec.store is None:
         return status
     store = world.observed.store
@@ -277,32 +231,37 @@ def _with_tier_conditions(status: TrainingJobStatus, world: World, now: Now) -> 
     elif store.available is None:
         return status
     else:
-        healthy, note = (
-            True,
-            Note(Reason.STORE_HEALTHY, (f"CheckpointStore {store.name} passed its probe")),
-        )
-    return set_condition(
-        status, JobCondition.REMOTE_TIER_HEALTHY, healthy, note, now, job.generation
-    )
+        text = f"CheckpointStore {store.name} passed its probe"
+        healthy, note = True, Note(Reason.STORE_HEALTHY, text)
+    return world.with_condition(status, JobCondition.REMOTE_TIER_HEALTHY, healthy, *note)
 
 
 def _located(world: World, failure: Failure) -> str:
     """Return the message of a failure, preceded by its worker and node."""
-    if failure.worker is None:
-        return failure.message
-    member = world.member(failure.worker)
-    pod = None if member is None else member.pod
-    node = "" if pod is None or pod.node is None else f" on node {pod.node}"
-    return f"worker {failure.worker}{node}: {failure.message}"
+    worker, text = failure.worker, failure.message
+    return text if worker is None else f"{world.place(worker)}: {text}"
 
 
-def must_write(
-    old: TrainingJobStatus,
-    new: TrainingJobStatus,
-    memory: JobMemory,
-    now: Now,
-    routine_seconds: float,
-) -> bool:
+_CONDITIONS = (
+    _with_tier_conditions,
+    conditions.with_avoided_nodes,
+    conditions.with_quarantine,
+    conditions.with_missing,
+    conditions.with_rules,
+    conditions.with_passed_hangs,
+    with_spec_applied,
+    with_leaving_nodes,
+    conditions.with_stragglers,
+    with_scheduling,
+    with_queue,
+    with_adoption,
+    with_spares,
+    with_spares_ready,
+)
+"""What every status that is written reports of the observation, in this order, after condition Running."""
+
+
+def must_write(world: World, new: TrainingJobStatus) -> bool:
     """Return whether the new status must be written now.
 
     Changes of levels, ready workers, goodput and messages wait until the last write is LEVELS_EVERY_SECONDS
@@ -311,14 +270,15 @@ def must_write(
     are written immediately. A change of goodput alone is written only while Running is True. Otherwise a job
     that waits for days would cause a write every ten seconds.
     """
+    old, memory = world.status, world.memory
     if _durable(old) != _durable(new):
         return True
     running = new.is_true(JobCondition.RUNNING)
     if old == (new if running else changed(new, goodput=old.goodput)):
         return False
     last = memory.round_seen_at if memory.levels_written_at is None else memory.levels_written_at
-    every = max(LEVELS_EVERY_SECONDS, routine_seconds)
-    return last is None or now.monotonic - last >= every
+    every = max(LEVELS_EVERY_SECONDS, world.observed.routine_seconds)
+    return last is None or world.seconds_since(last) >= every
 
 
 def _durable(status: TrainingJobStatus) -> tuple[object, ...]:
@@ -340,12 +300,9 @@ def _durable(status: TrainingJobStatus) -> tuple[object, ...]:
     return rest, conditions
 
 
-def after_write(memory: JobMemory, world: World, now: Now) -> JobMemory:
-    """Return the memory after a decision to write the status, which contains the goodput up to now."""
-    blocked = blocked_seconds(world)
-    return replace(
-        memory,
-        levels_written_at=now.monotonic,
-        counted_at=now.monotonic,
-        blocked_counted_seconds=memory.blocked_counted_seconds if blocked is None else blocked,
-    )
+def remember_write(world: World) -> None:
+    """Remember that the status is written, with the goodput up to now."""
+    at, blocked = world.now.monotonic, blocked_seconds(world)
+    world.remember(levels_written_at=at, counted_at=at)
+    if blocked is not None:
+        world.remember(blocked_counted_seconds=blocked)

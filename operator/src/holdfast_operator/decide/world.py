@@ -1,19 +1,16 @@
-"""What a pass over one job knows, and facts of it that several rules need. Pure: it returns no actions.
+"""What a pass over one job knows: the observation, the time, facts of both, and the memory of the process.
 
-Derived facts of an Observed that several rules need. Pure: it returns no actions.
-
-Update the memory that an operator process keeps between passes (JobMemory). Pure.
-
-Only waits and measured durations depend on it. They start again after a restart of the operator.
+Pure: nothing here returns actions. Only waits and measured durations depend on the memory (JobMemory). They
+start again after a restart of the operator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast_core.api import (
     Checkpoint,
@@ -22,10 +19,14 @@ from holdfast_core.api import (
     PersistedStep,
     TrainingJobStatus,
 )
+from holdfast_core.api import with_status as job_with_status
 from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Step, Worker, is_spare
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import another_secret_name
+from holdfast_operator.model.actions import Call, CallPath, Message
 from holdfast_operator.model.job import (
+    Done,
+    InventoryView,
     JobMemory,
     Now,
     Observed,
@@ -42,10 +43,19 @@ from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template import pod_spec
 from holdfast_operator.render.pod import render_pod
 
+MAX_MESSAGE_CHARACTERS = 1024
+_NOTHING_REPORTED = CoordinatorState(version=0, round=RestartRound(0))
 ENDS_OF_GANG = (JobCondition.SUSPENDED, JobCondition.COMPLETE, JobCondition.FAILED)
 """Conditions of a job that has no gang: it is suspended or over."""
 MAX_ROUNDS_AHEAD = 10_000
 """How far above the status the round of a pod or a sidecar may be and still count as evidence."""
+
+
+class Note(NamedTuple):
+    """Reason and message of a condition."""
+
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,17 @@ class MemberState:
     @property
     def reachable(self) -> bool:
         return self.sidecar is not None and self.sidecar.reachable is Reachable.YES
+
+    @property
+    def inventory(self) -> InventoryView | None:
+        return None if self.sidecar is None else self.sidecar.inventory
+
+    def call(self, path: CallPath, message: Message) -> list[Call]:
+        """Return the call to its sidecar, or nothing while its pod has no address."""
+        pod = self.pod
+        if pod is None or pod.ip is None:
+            return []
+        return [Call(path, self.worker, pod.peer_name, pod.uid, message)]
 
     def sealed_for(self, round_: RestartRound) -> bool:
         """Return whether the member is known to be sealed for this round.
@@ -121,11 +142,57 @@ def inventory_round(sidecar: SidecarView) -> RestartRound | None:
     return None if sidecar.inventory is None else sidecar.inventory.round
 
 
-@dataclass(frozen=True)
+@dataclass
 class World:
-    """An Observed with cached look-ups, because a gang may have thousands of pods."""
+    """What a pass over one job knows, with cached look-ups, because a gang may have thousands of pods.
+
+    Rules that begin something note it in `memory`, which the pass leaves for the next one.
+    """
 
     observed: Observed
+    now: Now
+    memory: JobMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = self.observed.memory
+
+    def with_status(self, status: TrainingJobStatus) -> World:
+        """Return what the pass would know if the job had this status."""
+        found = World(
+            replace(self.observed, job=job_with_status(self.observed.job, status)), self.now
+        )
+        found.memory = self.memory
+        return found
+
+    def remember(self, **changes: Any) -> None:
+        """Change these fields of the memory."""
+        self.memory = replace(self.memory, **changes)
+
+    def remember_done(self, what: Done) -> None:
+        self.remember(done={**self.memory.done, what: self.now.monotonic})
+
+    def seconds_since(self, start: float | None) -> float:
+        """Return the seconds since `start`, or 0 if `start` is None."""
+        return 0.0 if start is None else self.now.monotonic - start
+
+    def seconds_seen(self, state: Seen, uid: str = "") -> float:
+        """Return for how long this process has seen the state, or 0 if it does not hold."""
+        return self.seconds_since(self.memory.seen_at(state, uid))
+
+    def with_condition(
+        self,
+        status: TrainingJobStatus,
+        kind: JobCondition,
+        value: bool | None,
+        reason: str,
+        text: str,
+    ) -> TrainingJobStatus:
+        """Return the status with that condition. Its transition time changes only if its value changes.
+
+        The message is cut to MAX_MESSAGE_CHARACTERS.
+        """
+        text, generation = text[:MAX_MESSAGE_CHARACTERS], self.observed.job.generation
+        return status.with_condition(kind, value, reason, text, self.now.utc, generation)
 
     @cached_property
     def source(self) -> PodSource:
@@ -423,6 +490,23 @@ class World:
         return state
 
     @property
+    def state(self) -> CoordinatorState:
+        """Return `coordinator`, or the state of one that has reported nothing."""
+        return self.coordinator or _NOTHING_REPORTED
+
+    @property
+    def local_step(self) -> Step | None:
+        """Return the newest step that is committed locally, as the coordinator reports it."""
+        point = self.state.last_local
+        return None if point is None else point.step
+
+    @property
+    def copied_step(self) -> Step | None:
+        """Return the newest step whose copies are durable, as the coordinator reports it."""
+        point = self.state.last_replicated
+        return None if point is None else point.step
+
+    @property
     def last_persisted(self) -> PersistedStep | None:
         """Return status.lastPersisted if it is on the lineage, else None."""
         last = self.status.last_persisted
@@ -439,12 +523,32 @@ class World:
         ]
         return max(rounds, default=None)
 
-    def member(self, worker: Worker) -> MemberState | None:
-        return self.members[worker] if worker < len(self.members) else None
+    def member(self, worker: Worker | None) -> MemberState | None:
+        known = worker is not None and worker < len(self.members)
+        return self.members[worker] if known and worker is not None else None
+
+    def pod(self, worker: Worker | None) -> PodView | None:
+        member = self.member(worker)
+        return None if member is None else member.pod
+
+    def place(self, worker: Worker) -> str:
+        """Return the worker and the node of its pod, for messages."""
+        pod = self.pod(worker)
+        return f"worker {worker}" + (
+            "" if pod is None or pod.node is None else f" on node {pod.node}"
+        )
+
+    @cached_property
+    def pods(self) -> tuple[PodView, ...]:
+        """Return the pods of the members that have one."""
+        return tuple(m.pod for m in self.members if m.pod is not None)
 
     def coordinator_member(self) -> MemberState | None:
-        worker = self.status.coordinator
-        return None if worker is None else self.member(worker)
+        return self.member(self.status.coordinator)
+
+    def call_coordinator(self, path: CallPath, message: Message) -> list[Call]:
+        member = self.coordinator_member()
+        return [] if member is None else member.call(path, message)
 
 
 def on_lineage(checkpoint: CheckpointId, lineage: tuple[LineageEntry, ...]) -> bool:
@@ -471,40 +575,12 @@ def back_to(step: Step, lineage: tuple[LineageEntry, ...]) -> tuple[LineageEntry
     return tuple(kept)
 
 
-MAX_MESSAGE_CHARACTERS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Reason and message of a condition."""
-
-    reason: str
-    message: str
-
-
-def set_condition(
-    status: TrainingJobStatus,
-    kind: JobCondition,
-    value: bool | None,
-    note: Note,
-    now: Now,
-    generation: int,
-) -> TrainingJobStatus:
-    """Return the status with that condition. Its transition time changes only if its value changes.
-
-    The message is cut to MAX_MESSAGE_CHARACTERS.
-    """
-    message = note.message[:MAX_MESSAGE_CHARACTERS]
-    return status.with_condition(kind, value, note.reason, message, now.utc, generation)
-
-
 # --------------------------------------------------------------------------- missing
 
 
 def restore_point_is_missing(world: World) -> bool:
     """Return whether no place has a good copy of a part of the restore point."""
-    state = world.coordinator
-    return state is not None and bool(state.cannot_restore) and not state.restore_may_succeed
+    return bool(world.state.cannot_restore) and not world.state.restore_may_succeed
 
 
 def is_over(status: TrainingJobStatus) -> bool:
@@ -513,13 +589,8 @@ def is_over(status: TrainingJobStatus) -> bool:
 
 def trains(world: World) -> bool:
     """Return whether the gang trains with all of its members, so that it can be asked to save and stop."""
-    state = world.coordinator
-    return (
-        state is not None
-        and state.running
-        and not state.dead
-        and all(m.alive for m in world.members)
-    )
+    at_work = world.state.running and not world.state.dead
+    return at_work and all(m.alive for m in world.members)
 
 
 def stop_requested(status: TrainingJobStatus) -> bool:
@@ -539,8 +610,8 @@ def asked_for(status: TrainingJobStatus, kind: JobCondition) -> bool:
 
 
 def all_ended(world: World) -> bool:
-    pods = [m.pod for m in world.members]
-    return bool(pods) and all(p is not None and p.phase is PodPhase.SUCCEEDED for p in pods)
+    ended = [p for p in world.pods if p.phase is PodPhase.SUCCEEDED]
+    return 0 < len(ended) == len(world.members)
 
 
 LONGEST_PAUSE_SECONDS = 5.0
@@ -550,16 +621,15 @@ _OF_ROUND = frozenset({Seen.SEALED, Seen.SCHEDULED, Seen.CHOSEN})
 """States that are known until the round ends, even if they do not hold any more."""
 
 
-def advance(world: World, now: Now) -> JobMemory:
-    """Return the memory for this pass.
+def advance(world: World) -> None:
+    """Bring the memory up to this pass.
 
     States that are seen for the first time get the time of this pass. What belongs to an older round is
     dropped.
     """
-    memory = old = world.observed.memory
-    round_, at = world.status.restart_round, now.monotonic
+    old, round_, at = world.memory, world.status.restart_round, world.now.monotonic
     if old.round != round_ or old.round_seen_at is None:
-        memory = JobMemory(
+        world.memory = JobMemory(
             round=round_,
             round_seen_at=at,
             seen={k: t for k, t in old.seen.items() if k[0] in _OF_JOB},
@@ -568,27 +638,28 @@ def advance(world: World, now: Now) -> JobMemory:
             counted_at=old.counted_at,
             save_requests=old.save_requests,
         )
-    kept = {k: t for k, t in memory.seen.items() if k[0] in _OF_ROUND}
-    memory = replace(
-        memory,
-        seen=kept | {k: memory.seen.get(k, at) for k in _holding(world, memory)},
-        announced=_announced(world, memory),
+    seen = world.memory.seen
+    kept = {k: t for k, t in seen.items() if k[0] in _OF_ROUND}
+    gone = {pod.name: pod.disruption for pod in world.observed.pods if pod.disrupted}
+    world.remember(
+        seen=kept | {k: seen.get(k, at) for k in _holding(world)},
+        announced=tuple((dict(world.memory.announced) | gone).items()),
         unstarted=world.unstarted,
     )
     if round_ is None:
-        return memory
-    if memory.counted_at is None:
-        memory = replace(memory, counted_at=at)
-    trained = _trained(world)
-    if trained is not None and (memory.progress is None or trained != memory.progress[0]):
-        memory = replace(memory, progress=(trained, at))
-    return _with_copies(memory, world, now)
+        return
+    if world.memory.counted_at is None:
+        world.remember(counted_at=at)
+    progress, known = world.state.progress, world.memory.progress
+    if progress is not None and (known is None or progress.total_steps != known[0]):
+        world.remember(progress=(progress.total_steps, at))
+    _measure_copies(world)
 
 
-def _holding(world: World, memory: JobMemory) -> Iterator[tuple[Seen, str]]:
+def _holding(world: World) -> Iterator[tuple[Seen, str]]:
     """Yield the states that hold now, each with the uid of its object or ""."""
     members, observed, round_ = world.members, world.observed, world.status.restart_round
-    pods = [m.pod for m in members if m.pod is not None]
+    pods = world.pods
     succeeded = sum(p.phase is PodPhase.SUCCEEDED for p in pods)
     waiting = bool(world.unscheduled)
     states = {
@@ -601,10 +672,10 @@ def _holding(world: World, memory: JobMemory) -> Iterator[tuple[Seen, str]]:
         Seen.MISSING: restore_point_is_missing(world),
         # A member without a pod has nothing to seal: another controller creates its pod when it likes.
         Seen.SEALED: round_ is not None
-        and memory.seen_at(Seen.SEALED) is None
+        and world.memory.seen_at(Seen.SEALED) is None
         and all(m.pod is None or m.sealed_for(round_) for m in members),
         Seen.SCHEDULED: round_ is not None
-        and memory.seen_at(Seen.SCHEDULED) is None
+        and world.memory.seen_at(Seen.SCHEDULED) is None
         and all(m.pod is not None and (m.pod.sidecar_started or m.reachable) for m in members),
         Seen.CHOSEN: round_ is not None and world.status.restore_point is not None,
     }
@@ -619,64 +690,31 @@ def _holding(world: World, memory: JobMemory) -> Iterator[tuple[Seen, str]]:
     )
 
 
-def _announced(world: World, memory: JobMemory) -> tuple[tuple[str, str], ...]:
-    announced = dict(memory.announced)
-    announced.update((pod.name, pod.disruption) for pod in world.observed.pods if pod.disrupted)
-    return tuple(announced.items())
-
-
-def _with_copies(memory: JobMemory, world: World, now: Now) -> JobMemory:
+def _measure_copies(world: World) -> None:
     """Measure how long a step takes from its local commit until all of its copies are durable."""
-    state = world.coordinator
-    copies = world.copies
-    newest = None if state is None or state.last_local is None else state.last_local.step
-    if state is None or newest is None or copies <= 0:
-        return memory
-    copied = None if state.last_replicated is None else state.last_replicated.step
-    if memory.copying is not None and copied is not None and copied >= memory.copying[0]:
-        took = now.monotonic - memory.copying[1]
-        longest = max(memory.flush_seconds, took)
-        memory = replace(memory, copying=None, flush_seconds=longest)
-    if memory.copying is None and (copied is None or newest > copied):
-        memory = replace(memory, copying=(newest, now.monotonic))
-    return memory
+    newest, copied, memory = world.local_step, world.copied_step, world.memory
+    if newest is None or world.copies <= 0:
+        return
+    copying = memory.copying
+    if copying is not None and copied is not None and copied >= copying[0]:
+        took, copying = world.seconds_since(copying[1]), None
+        world.remember(copying=None, flush_seconds=max(memory.flush_seconds, took))
+    if copying is None and (copied is None or newest > copied):
+        world.remember(copying=(newest, world.now.monotonic))
 
 
-def _trained(world: World) -> int | None:
-    state = world.coordinator
-    return None if state is None or state.progress is None else state.progress.total_steps
-
-
-def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:
+def see_failure(world: World, failing: bool) -> None:
     """Set the time at which a failure was first seen, or clear it if there is no failure any more."""
     if not failing:
-        return replace(
-            memory,
-            failure_seen_at=None,
-            cause_known_at=None,
-            sound_at=now.monotonic,
-        )
-    if memory.failure_seen_at is None:
-        return replace(memory, failure_seen_at=now.monotonic)
-    return memory
+        world.remember(failure_seen_at=None, cause_known_at=None, sound_at=world.now.monotonic)
+    elif world.memory.failure_seen_at is None:
+        world.remember(failure_seen_at=world.now.monotonic)
 
 
-def with_cause(memory: JobMemory, now: Now) -> JobMemory:
-    """Set the time at which it was first known what is lost, that is, no further evidence is waited for."""
-    if memory.cause_known_at is not None:
-        return memory
-    return replace(memory, cause_known_at=now.monotonic)
-
-
-def again_after(since: float | None, shortest: float, now: Now) -> float:
+def again_after(world: World, since: float | None, shortest: float) -> float:
     """Return the seconds until the next pass of a wait that began at `since`.
 
     The result is a tenth of the wait's age, between `shortest` and LONGEST_PAUSE_SECONDS. Events cause
     earlier passes.
     """
-    return min(max(seconds_since(since, now) / 10, shortest), LONGEST_PAUSE_SECONDS)
-
-
-def seconds_since(start: float | None, now: Now) -> float:
-    """Return the seconds since `start`, or 0 if `start` is None."""
-    return 0.0 if start is None else now.monotonic - start
+    return min(max(world.seconds_since(since) / 10, shortest), LONGEST_PAUSE_SECONDS)

@@ -30,7 +30,7 @@ from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.operator import Round
 from holdfast_core.messages.schema import FinishCommit, GangRequest, Prune, Seal
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import JobMemory
+from holdfast_operator.model.job import JobMemory, PodView
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,9 @@ class CallPath(StrEnum):
     PRUNE = "/v1/prune"
 
 
+Message = Seal | FinishCommit | OutgoingRound | GangRequest | Prune
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call to the sidecar of a pod. It is only started: its result is part of a later Observed."""
@@ -148,7 +151,7 @@ class Call:
     pod: str
     """Name of the pod in its certificate."""
     pod_uid: str
-    message: Seal | FinishCommit | OutgoingRound | GangRequest | Prune
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,10 @@ class Delete:
     data: Call | None = None
     """Call to the coordinator that deletes the data of a Checkpoint in the object store. The object is
     deleted when its reply confirms that."""
+
+    @classmethod
+    def pod(cls, pod: PodView, reason: str, *, force: bool = False) -> Delete:
+        return cls(labels.POD, pod.name, pod.uid, reason, force)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +196,14 @@ class EmitEvent:
     kind: EventKind
     reason: str
     message: str
+
+
+def normal(reason: str, message: str) -> EmitEvent:
+    return EmitEvent(EventKind.NORMAL, reason, message)
+
+
+def warning(reason: str, message: str) -> EmitEvent:
+    return EmitEvent(EventKind.WARNING, reason, message)
 
 
 Action = StatusWrite | DesiredObject | Delete | ReleasePod | Call | EmitEvent
@@ -228,11 +243,11 @@ class Decision:
     """Seconds until the next pass if no event comes before. None: only an event causes a pass."""
     reason: str
     """Text for the log, which is written when it changes."""
-    memory: JobMemory
-    """Memory for the next Observed. `apply.memory_after` corrects it for actions that failed."""
     acted_version: int | None = None
     """Version of the coordinator's state up to which everything is durable in the API. The next long poll
     sends it as `since`. None: the value that was sent before stays."""
+    memory: JobMemory = field(default_factory=JobMemory)
+    """Memory for the next Observed. `apply.memory_after` corrects it for actions that failed."""
 
     @classmethod
     def of(
@@ -240,7 +255,6 @@ class Decision:
         actions: Iterable[Action],
         requeue_after_seconds: float | None,
         reason: str,
-        memory: JobMemory,
         acted_version: int | None = None,
     ) -> Decision:
         """Return the decision of these actions, in any order."""
@@ -255,7 +269,6 @@ class Decision:
             tuple(a for a in given if isinstance(a, EmitEvent)),
             requeue_after_seconds,
             reason,
-            memory,
             acted_version,
         )
 

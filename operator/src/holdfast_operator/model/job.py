@@ -14,7 +14,7 @@ What passes over jobs see of a CheckpointStore. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
@@ -530,9 +530,6 @@ class JobMemory:
     def seen_at(self, state: Seen, uid: str = "") -> float | None:
         """Return when this process first saw this state, or None if it does not hold."""
         return self.seen.get((state, uid))
-
-    def with_done(self, what: Done, now: Now) -> JobMemory:
-        return replace(self, done={**self.done, what: now.monotonic})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from tests.support.operator.builders import (
     sidecar,
     silent,
     status,
+    world_of,
 )
 
 from holdfast_core.api import LineageEntry, PersistedStep, RestorePointStatus
@@ -99,7 +100,7 @@ def training(
     state = CoordinatorState(
         version=1, round=RestartRound(NOW), last_local=local, last_replicated=replicated
     )
-    return World(
+    return world_of(
         Observed(
             job=job(WORKERS, begun, peer_copies=1, store="main"),
             pods=pods,
