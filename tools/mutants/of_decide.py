@@ -13,16 +13,16 @@ OF_DECIDE = (
     Mutant(
         name="decide/copies-of-an-older-round",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}readable.py",
-        original="    if state.last_replicated.round != world.round:\n        return False\n",
-        replacement="",
+        file=f"{_DECIDE}facts/readable.py",
+        original="    if not _of_round(world.state.last_replicated, world):",
+        replacement="    if world.state.last_replicated is None:",
         loses="A pod is replaced although its node has the only copy of a shard.",
         tests=_READABLE,
     ),
     Mutant(
         name="decide/commit-that-is-not-reported-yet",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}readable.py",
+        file=f"{_DECIDE}facts/readable.py",
         original=(
             "    if any(i.round == world.round for m in answered for i in _manifests(m)):\n"
             "        return False"
@@ -34,7 +34,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/more-lost-than-copies",
         kind=Kind.OFF_BY_ONE,
-        file=f"{_DECIDE}readable.py",
+        file=f"{_DECIDE}facts/readable.py",
         original="return len(away) <= world.copies",
         replacement="return len(away) <= world.copies + 1",
         loses="Two pods are replaced that hold a shard and its only copy.",
@@ -43,29 +43,29 @@ OF_DECIDE = (
     Mutant(
         name="decide/newest-step-is-not-replicated",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}readable.py",
-        original="return copied_step is not None and copied_step >= newest and _survives_by_copies",
-        replacement="return copied_step is not None and _survives_by_copies",
+        file=f"{_DECIDE}facts/readable.py",
+        original="return copied is not None and copied >= newest and _survives_by_copies",
+        replacement="return copied is not None and _survives_by_copies",
         loses="A pod is replaced before its newest step has a copy.",
         tests=_READABLE,
     ),
     Mutant(
         name="decide/persisted-step-is-older",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}readable.py",
+        file=f"{_DECIDE}facts/readable.py",
         original=(
             "    if persisted is not None and persisted.step >= newest:\n"
             "        return True\n"
-            "    copied_step"
+            "    return copied"
         ),
-        replacement="    if persisted is not None:\n        return True\n    copied_step",
+        replacement="    if persisted is not None:\n        return True\n    return copied",
         loses="A pod is replaced although only an older step is in the store.",
         tests=_READABLE,
     ),
     Mutant(
         name="decide/coordinator-is-silent",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}readable.py",
+        file=f"{_DECIDE}facts/readable.py",
         original=(
             "    if coordinator.worker not in {m.worker for m in answered}:\n        return False\n"
         ),
@@ -76,7 +76,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/inventory-from-before-the-seal",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}readable.py",
+        file=f"{_DECIDE}facts/readable.py",
         original="and sidecar.inventory.round >= world.round",
         replacement="and sidecar.inventory.round >= world.round - 1",
         loses="The gang restarts from an older step than the one that was committed last.",
@@ -85,7 +85,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/shard-of-another-digest",
         kind=Kind.MISSING_DIGEST,
-        file=f"{_DECIDE}readable.py",
+        file=f"{_DECIDE}facts/readable.py",
         original="(candidate.id, s.rank, s.blake3) in known for s in info.shards",
         replacement="any(k[:2] == (candidate.id, s.rank) for k in known) for s in info.shards",
         loses="A step is chosen whose shard no node has, and every restart fails.",
@@ -94,7 +94,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/interrupted-commit-counts",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}readable.py",
+        file=f"{_DECIDE}facts/readable.py",
         original="shared = own if index == 0 else shared & own",
         replacement="shared = own if index == 0 else shared | own",
         loses="The gang waits for ever for a step whose commit was interrupted.",
@@ -103,7 +103,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/checkpoint-of-another-job",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}readable.py",
+        file=f"{_DECIDE}facts/readable.py",
         original="        and status.job_uid == job.uid\n",
         replacement="",
         loses="A job restores the checkpoint of a former job of the same name.",
@@ -112,7 +112,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/quarantined-checkpoint-is-restored",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}readable.py",
+        file=f"{_DECIDE}facts/readable.py",
         original="or info.round >= world.round or id_ in apart:",
         replacement="or info.round >= world.round:",
         loses="The gang restores a broken checkpoint again and again, until its restarts are used up.",
@@ -140,8 +140,8 @@ OF_DECIDE = (
         name="decide/wait-begins-before-the-first-answer",
         kind=Kind.COMPARISON,
         file=f"{_DECIDE}restore_point.py",
-        original="seconds_since(max(memory.round_seen_at, answering_since), now)",
-        replacement="seconds_since(min(memory.round_seen_at, answering_since), now)",
+        original="seconds_since(max(memory.round_seen_at, answering_since))",
+        replacement="seconds_since(min(memory.round_seen_at, answering_since))",
         loses="Right after a long network failure, the first answer decides without the others.",
         tests=_POINT,
     ),
@@ -174,7 +174,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/one-failure-too-many-quarantines",
         kind=Kind.OFF_BY_ONE,
-        file=f"{_DECIDE}evidence.py",
+        file=f"{_DECIDE}facts/evidence.py",
         original="if counts[failed_from] < policy.quarantine_after or",
         replacement="if counts[failed_from] <= policy.quarantine_after or",
         loses="A broken checkpoint costs one restart more than failurePolicy says.",
@@ -185,7 +185,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/released-step-stays-quarantined",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}readable.py",
+        file=f"{_DECIDE}facts/readable.py",
         original="return frozenset(q for q in world.status.quarantined if q.step not in released)",
         replacement="return frozenset(world.status.quarantined)",
         loses="A step that the user has released is not restored.",
@@ -196,7 +196,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/one-restart-too-many",
         kind=Kind.OFF_BY_ONE,
-        file=f"{_DECIDE}evidence.py",
+        file=f"{_DECIDE}facts/evidence.py",
         original="return restarts >= world.observed.job.spec.failure_policy.max_restarts",
         replacement="return restarts > world.observed.job.spec.failure_policy.max_restarts",
         loses="A job restarts once more than maxRestarts.",
@@ -205,7 +205,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/no-back-off",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}evidence.py",
+        file=f"{_DECIDE}facts/evidence.py",
         original="if futile < FREE_RESTARTS:",
         replacement="if futile <= FREE_RESTARTS + 64:",
         loses="A job that fails at once uses up its restarts within seconds.",
@@ -215,8 +215,8 @@ OF_DECIDE = (
         name="decide/prune-before-a-commit-of-the-round",
         kind=Kind.COMPARISON,
         file=f"{_DECIDE}checkpoints.py",
-        original="return any(p is not None and p.round == world.round for p in points)",
-        replacement="return any(p is not None for p in points)",
+        original="of_round = any(p is not None and p.round == world.round for p in points)",
+        replacement="of_round = any(p is not None for p in points)",
         loses="Old checkpoints leave the store before the restarted gang has saved anything.",
         tests=(f"{_TESTS}test_decide_checkpoints.py::test_retention",),
     ),
@@ -256,7 +256,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/pod-of-a-newer-round-is-deleted",
         kind=Kind.COMPARISON,
-        file=f"{_DECIDE}world.py",
+        file=f"{_DECIDE}facts/world.py",
         original="if round_ is None or pod.birth_round > round_:",
         replacement="if round_ is None or pod.birth_round > round_ + 64:",
         loses="An operator with an old status deletes the pods of the running gang.",

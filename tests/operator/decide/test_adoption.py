@@ -12,8 +12,8 @@ from tests.support.operator.decisions import of_kind
 
 from holdfast_core.api import CheckpointAdoption, JobCondition, changed
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_operator.decide.adoption import owner_of_job
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.report.adoption import owner_of_job
 from holdfast_operator.model.actions import Action, BeginRound, WriteStatus
 from holdfast_operator.model.job import Now, Observed, OwnerView, PodPhase, PodView, Seen
 from holdfast_operator.model.pod_source import AdoptedPods, certificates_prefix

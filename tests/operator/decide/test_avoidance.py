@@ -13,7 +13,7 @@ from tests.support.operator.decisions import created_pods, of_kind
 from holdfast_core.api import RestorePointStatus, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.nodes import MAX_AVOIDED
+from holdfast_operator.decide.facts.nodes import MAX_AVOIDED
 from holdfast_operator.model.actions import Delete, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,

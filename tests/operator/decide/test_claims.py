@@ -7,7 +7,7 @@ from tests.support.operator.builders import job, pod
 
 from holdfast_core.api import EphemeralVolumeSpec, changed
 from holdfast_core.api.checkpoint_policy import NodeTierSpec, NodeVolumeSpec
-from holdfast_operator.decide.scheduling import claim_of
+from holdfast_operator.decide.facts.scheduling import claim_of
 
 UNBOUND = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims"
 

@@ -12,7 +12,7 @@ from tests.support.operator.decisions import of_kind
 from holdfast_core.api import JobCondition, RestartRecord, RestorePointStatus, TrainingJob
 from holdfast_core.ids import RestartRound, Step
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.evidence import counted
+from holdfast_operator.decide.facts.evidence import counted
 from holdfast_operator.model.actions import WriteStatus
 from holdfast_operator.model.job import JobMemory, Now, Observed
 

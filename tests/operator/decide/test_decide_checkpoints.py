@@ -36,7 +36,7 @@ from holdfast_core.messages.schema import (
     RestorePoint,
 )
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.status import LEVELS_EVERY_SECONDS
+from holdfast_operator.decide.report.status import LEVELS_EVERY_SECONDS
 from holdfast_operator.model.actions import Action, CommitPersisted, Decision, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed
 

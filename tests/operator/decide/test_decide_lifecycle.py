@@ -37,7 +37,7 @@ from holdfast_core.api import (
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, RestorePoint
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.spec import template_problem, uses_launcher
+from holdfast_operator.decide.facts.spec import template_problem, uses_launcher
 from holdfast_operator.model.actions import BeginRound, CommitPersisted, Decision, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason

@@ -18,8 +18,8 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import RestartRound
 from holdfast_core.names import placeholder_name
-from holdfast_operator.decide import sizes
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.facts import sizes
 from holdfast_operator.model.actions import BeginRound, Delete, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, PodPhase, PodView, Seen
 from holdfast_operator.model.labels import QUEUE_NAME

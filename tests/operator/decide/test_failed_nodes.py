@@ -35,7 +35,7 @@ from holdfast_core.api import (
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank, RestorePoint
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.nodes import PATIENCE_SECONDS
+from holdfast_operator.decide.facts.nodes import PATIENCE_SECONDS
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import (
     BeginRound,

@@ -34,10 +34,10 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank, Hang, RestorePoint
-from holdfast_operator.decide.conditions import never_applies
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.evidence import Failure, with_restart
+from holdfast_operator.decide.facts.evidence import Failure, with_restart
 from holdfast_operator.decide.failures import rule_on
+from holdfast_operator.decide.report.conditions import never_applies
 from holdfast_operator.model.actions import BeginRound, Decision, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason

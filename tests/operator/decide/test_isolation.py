@@ -11,7 +11,7 @@ from tests.support.operator.decisions import created_pods
 from tests.support.operator.hostile_templates import HOSTILE_TEMPLATES, mounted, template
 
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.spec import template_problem
+from holdfast_operator.decide.facts.spec import template_problem
 from holdfast_operator.model.job import Observed
 from holdfast_operator.model.template import find_breach
 

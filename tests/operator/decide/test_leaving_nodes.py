@@ -30,7 +30,7 @@ from holdfast_core.api import (
 from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.nodes import why_pods_stay
+from holdfast_operator.decide.facts.nodes import why_pods_stay
 from holdfast_operator.model.actions import Delete, EmitEvent, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,

@@ -35,10 +35,10 @@ from holdfast_core.messages.schema import (
     RestorePoint,
     RoundTimes,
 )
-from holdfast_operator.decide import recovery
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.evidence import Failure
-from holdfast_operator.decide.world import World
+from holdfast_operator.decide.facts.evidence import Failure
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.report import recovery
 from holdfast_operator.model.actions import StatusWrite
 from holdfast_operator.model.job import (
     JobMemory,

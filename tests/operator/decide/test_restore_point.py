@@ -23,6 +23,7 @@ from tests.support.operator.builders import (
 
 from holdfast_core.api import LineageEntry, PersistedStep, TrainingJobStatus, changed
 from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
+from holdfast_operator.decide.facts.world import back_to, on_lineage
 from holdfast_operator.decide.restore_point import (
     MAX_LINEAGE,
     Choice,
@@ -31,7 +32,6 @@ from holdfast_operator.decide.restore_point import (
     choose,
     extend_lineage,
 )
-from holdfast_operator.decide.world import back_to, on_lineage
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Seen, SidecarView
 from holdfast_operator.model.reasons import Reason
 

@@ -23,8 +23,8 @@ from holdfast_core.ids import FIRST_SPARE, MAX_SPARES, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import certificates_secret_name, pod_name
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.facts.spares import ready_spares
 from holdfast_operator.decide.gang import SPARES_EVERY_SECONDS
-from holdfast_operator.decide.spares import ready_spares
 from holdfast_operator.model.actions import BeginRound, Delete, EmitEvent, WriteStatus
 from holdfast_operator.model.job import (
     JobMemory,

@@ -28,8 +28,8 @@ from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.messages.schema import UncommittedShard
 from holdfast_operator.decide import restore_point, rounds
+from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.restore_point import Choice, Chosen, InterruptedCommit, Wait
-from holdfast_operator.decide.world import World
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Seen, SidecarView
 from holdfast_operator.model.reasons import Reason
 

@@ -6,7 +6,7 @@ import pytest
 from tests.support.operator.life import Life
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.decide.world import LONGEST_PAUSE_SECONDS
+from holdfast_operator.decide.facts.world import LONGEST_PAUSE_SECONDS
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.model.reasons import Reason
 

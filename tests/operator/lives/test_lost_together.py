@@ -23,11 +23,11 @@ from holdfast_core.api import (
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank, RestorePoint
 from holdfast_core.names import pod_name
-from holdfast_operator.decide import recovery
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.failures import GATHER_SECONDS
 from holdfast_operator.decide.lifecycle import KUBELET_SECONDS
-from holdfast_operator.decide.notices import notices
+from holdfast_operator.decide.report import recovery
+from holdfast_operator.decide.report.notices import notices
 from holdfast_operator.model.actions import (
     BeginRound,
     ChooseRestorePoint,

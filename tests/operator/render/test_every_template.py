@@ -13,7 +13,7 @@ from tests.support.operator.builders import job, now, pod, status
 from holdfast_core.api import RestorePointStatus, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.spec import template_problem
+from holdfast_operator.decide.facts.spec import template_problem
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
 from holdfast_operator.render.pod import render_placeholder, render_pod

@@ -16,8 +16,8 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, RestorePoint
-from holdfast_operator.decide.status import refresh
-from holdfast_operator.decide.world import World, advance
+from holdfast_operator.decide.facts.world import World, advance
+from holdfast_operator.decide.report.status import refresh
 from holdfast_operator.model.job import JobMemory, Observed
 from holdfast_operator.model.template import Grace, grace_of
 

@@ -17,7 +17,7 @@ from tests.support.operator.fake_api import FakeApi
 from holdfast_core.api import TrainingJob
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.names import pod_group_name, pod_name
-from holdfast_operator.decide.queue import wanted_group
+from holdfast_operator.decide.facts.queue import wanted_group
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.ownership import worker_identity

@@ -10,7 +10,7 @@ from tests.support.operator.builders import job
 
 from holdfast_core.api import changed
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_operator.decide.spec import template_problem
+from holdfast_operator.decide.facts.spec import template_problem
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.render.pod import render_pod
 

@@ -53,7 +53,7 @@ from holdfast_core.ids import (
 )
 from holdfast_core.messages.schema import ListedShard, ShardInfo, UncommittedShard
 from holdfast_core.names import checkpoint_name, pod_name
-from holdfast_operator.decide.world import World
+from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import (
     InventoryView,
     JobMemory,

@@ -1,8 +1,4 @@
-"""The Checkpoint objects of a job. Pure.
-
-The phase of a Checkpoint object, and the conditions that follow from it. Pure.
-
-Create, update and delete the Checkpoint objects of a job. Pure.
+"""Create, update and delete the Checkpoint objects of a job. Pure.
 
 1. The commit in the object tier is status.lastPersisted of the job. It moves to the next step only when the
    Checkpoint object of the previous one exists (committable).
@@ -35,8 +31,8 @@ from holdfast_core.api import (
 from holdfast_core.ids import CheckpointId
 from holdfast_core.messages.schema import GangRequest, Prune, RestorePoint
 from holdfast_core.names import checkpoint_name
-from holdfast_operator.decide.readable import quarantined
-from holdfast_operator.decide.world import World, on_lineage
+from holdfast_operator.decide.facts.readable import quarantined
+from holdfast_operator.decide.facts.world import World, on_lineage
 from holdfast_operator.model.actions import Action, Call, CallPath, Delete, DesiredObject
 from holdfast_operator.model.job import Now, RequestedSave
 from holdfast_operator.model.reasons import Reason
@@ -439,9 +435,8 @@ def _protected(world: World) -> set[CheckpointId]:
 def may_prune(world: World) -> bool:
     """Return whether this round has a replicated or persisted commit. Before it, nothing may be pruned."""
     points = (world.state.last_replicated, world.state.last_persisted)
-    return world.status.restore_point is not None and any(
-        p is not None and p.round == world.round for p in points
-    )
+    of_round = any(p is not None and p.round == world.round for p in points)
+    return of_round and world.status.restore_point is not None
 
 
 def _deletes(world: World) -> list[Action]:

@@ -28,10 +28,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.decide import ends, failures, lifecycle, new_rounds, queue, rounds, sizes
-from holdfast_operator.decide.conditions import unreadable_pass
-from holdfast_operator.decide.notices import with_notices
-from holdfast_operator.decide.world import World, advance, is_over, see_failure
+from holdfast_operator.decide import ends, failures, lifecycle, new_rounds, rounds
+from holdfast_operator.decide.facts import queue, sizes
+from holdfast_operator.decide.facts.world import World, advance, is_over, see_failure
+from holdfast_operator.decide.report.conditions import unreadable_pass
+from holdfast_operator.decide.report.notices import with_notices
 from holdfast_operator.decide.writes import fail_job, written
 from holdfast_operator.model.actions import (
     BeginRound,

@@ -1,7 +1,6 @@
 """What is left of a job at its end: pods that stay, and deleted Checkpoint objects. Pure.
 
-Pods of a failed job that stay, because they have the only copies of its newest committed step. Pure.
-
+Pods of a failed job stay while they have the only copies of its newest committed step:
 1. The write that ends the job also decides whether its pods stay (`writes.fail_job`), in condition PodsKept.
 2. They stay until the step is in the object store, or until none of them is left. After a person has deleted
    the job, they go with it.
@@ -9,12 +8,11 @@ Pods of a failed job that stay, because they have the only copies of its newest 
 4. The coordinator persists the step on request. If a part of the gang is missing, it cannot. The condition
    then says why, and what a person can do.
 
-Release deleted Checkpoint objects whose data cannot be deleted. Pure.
-
-Otherwise their finalizer would block the deletion of their namespace. Only a sidecar of the job can delete
-data in the object store. If the job is over, suspended or gone, no sidecar will do it: the operator removes
-the finalizer immediately, and the data stays. While the job may still order the delete, the object waits for
-RELEASE_SECONDS. An Event reports what stays in the store, and where.
+Deleted Checkpoint objects whose data cannot be deleted are released. Otherwise their finalizer would block
+the deletion of their namespace. Only a sidecar of the job can delete data in the object store. If the job is
+over, suspended or gone, no sidecar will do it: the operator removes the finalizer immediately, and the data
+stays. While the job may still order the delete, the object waits for RELEASE_SECONDS. An Event reports what
+stays in the store, and where.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from datetime import timedelta
 from holdfast_core.api import Checkpoint, JobCondition, TrainingJobStatus
 from holdfast_core.contract import NODE_DIR, SIDECAR_CONTAINER
 from holdfast_core.ids import Step
-from holdfast_operator.decide import readable
-from holdfast_operator.decide.world import (
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.world import (
     MemberState,
     Note,
     World,

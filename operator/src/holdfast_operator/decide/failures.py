@@ -38,27 +38,21 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.api import FailureAction, FailureRule, JobCondition
 from holdfast_core.ids import Worker
-from holdfast_operator.decide import (
-    checkpoints,
-    evidence,
-    lifecycle,
-    new_rounds,
-    readable,
-    recovery,
-    sizes,
-)
-from holdfast_operator.decide.conditions import silent_peer
-from holdfast_operator.decide.evidence import ALL_LOST_SECONDS, CANNOT_START, Failure, Ruling
-from holdfast_operator.decide.lifecycle import drains, may_drain
-from holdfast_operator.decide.nodes import leaving_taint
-from holdfast_operator.decide.readable import is_full
-from holdfast_operator.decide.world import (
+from holdfast_operator.decide import checkpoints, lifecycle, new_rounds
+from holdfast_operator.decide.facts import evidence, readable, sizes
+from holdfast_operator.decide.facts.evidence import ALL_LOST_SECONDS, CANNOT_START, Failure, Ruling
+from holdfast_operator.decide.facts.nodes import leaving_taint
+from holdfast_operator.decide.facts.readable import is_full
+from holdfast_operator.decide.facts.world import (
     MemberState,
     Note,
     World,
     again_after,
     restore_point_is_missing,
 )
+from holdfast_operator.decide.lifecycle import drains, may_drain
+from holdfast_operator.decide.report import recovery
+from holdfast_operator.decide.report.conditions import silent_peer
 from holdfast_operator.decide.writes import (
     STARTING_SECONDS,
     WAITING_SECONDS,

@@ -1,9 +1,8 @@
-"""The gang of a round: its pods, seals and ROUND messages. Pure.
+"""The gang of a round: its pods, their certificates, and seals. Pure.
 
 1. CAS 1 makes the fence durable before the round has any other effect (new_rounds.py).
 2. Survivors are sealed, missing pods are created, and obsolete pods are deleted (member_actions).
-3. After CAS 2, ROUND is sent to each member that has not acknowledged its present content (round_actions).
-   Only the content is compared, so ROUND is repeated exactly when its content changes or a sidecar lost it.
+3. After CAS 2, ROUND is sent to the members (round_message.py).
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from __future__ import annotations
 from holdfast_core.api import JobCondition
 from holdfast_core.ids import Worker
 from holdfast_core.messages.schema import Seal
-from holdfast_operator.decide import queue
-from holdfast_operator.decide.nodes import (
+from holdfast_operator.decide.facts import queue
+from holdfast_operator.decide.facts.nodes import (
     avoided_for_failures,
     avoided_nodes,
     misplaced_pods,
     misplaced_spares,
 )
-from holdfast_operator.decide.spares import create_spares, delete_lost_spares, make_room
-from holdfast_operator.decide.spec import birth_problem, outdated_pods
-from holdfast_operator.decide.world import MemberState, World, worker_pod
+from holdfast_operator.decide.facts.spares import create_spares, delete_lost_spares, make_room
+from holdfast_operator.decide.facts.spec import birth_problem, outdated_pods
+from holdfast_operator.decide.facts.world import MemberState, World, worker_pod
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Action, CallPath, Delete, DesiredObject
 from holdfast_operator.model.job import Done, Reachable

@@ -1,4 +1,4 @@
-"""Beginning and end of a job: acceptance, suspension, completion, failure, deadlines. Pure.
+"""Whether and how a job ends, is suspended, or saves and stops. Pure.
 
 A rule that does not apply returns None.
 """
@@ -9,12 +9,12 @@ import math
 
 from holdfast_core.api import JobCondition, TrainingJobStatus, changed
 from holdfast_core.messages.schema import GangRequest
-from holdfast_operator.decide import readable
 from holdfast_operator.decide.checkpoints import everything_recorded, pending_commit
-from holdfast_operator.decide.evidence import Failure
-from holdfast_operator.decide.readable import stored
-from holdfast_operator.decide.sizes import may_resize
-from holdfast_operator.decide.world import (
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.evidence import Failure
+from holdfast_operator.decide.facts.readable import stored
+from holdfast_operator.decide.facts.sizes import may_resize
+from holdfast_operator.decide.facts.world import (
     Note,
     World,
     all_ended,

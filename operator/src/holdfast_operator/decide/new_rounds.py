@@ -1,10 +1,6 @@
 """How rounds begin: the status of CAS 1 for each reason, and the passes that begin them. Pure.
 
-The status that begins a round: CAS 1, the fence. Pure.
-
-It is durable before the round has any other effect.
-
-Passes over a job that is over, suspended, resized, short of nodes, or has no round yet. Pure.
+CAS 1 is the fence: it is durable before the round has any other effect.
 """
 
 from __future__ import annotations
@@ -26,28 +22,29 @@ from holdfast_core.api import (
 from holdfast_core.api.base import stamp
 from holdfast_core.api.training_job_status import MAX_NAMED_WORKERS
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_operator.decide import gang, lifecycle, scheduling, sizes
-from holdfast_operator.decide.conditions import with_hang
-from holdfast_operator.decide.evidence import (
+from holdfast_operator.decide import gang, lifecycle
+from holdfast_operator.decide.facts import scheduling, sizes
+from holdfast_operator.decide.facts.evidence import (
     Failure,
     Ruling,
     kept_restarts,
     with_evidence,
     with_restart,
 )
-from holdfast_operator.decide.nodes import with_node_failures, workers_to_move
-from holdfast_operator.decide.readable import with_missing_restore_point
-from holdfast_operator.decide.round_message import with_expected_failures
-from holdfast_operator.decide.spares import with_new_spares, with_promotions
-from holdfast_operator.decide.spec import accepted, find_problem
-from holdfast_operator.decide.status import with_levels
-from holdfast_operator.decide.world import (
+from holdfast_operator.decide.facts.nodes import with_node_failures, workers_to_move
+from holdfast_operator.decide.facts.readable import with_missing_restore_point
+from holdfast_operator.decide.facts.spares import with_new_spares, with_promotions
+from holdfast_operator.decide.facts.spec import accepted, find_problem
+from holdfast_operator.decide.facts.world import (
     MemberState,
     Note,
     World,
     asked_for,
     stop_requested,
 )
+from holdfast_operator.decide.report.conditions import with_hang
+from holdfast_operator.decide.report.status import with_levels
+from holdfast_operator.decide.round_message import with_expected_failures
 from holdfast_operator.decide.writes import (
     WAITING_SECONDS,
     begin_round,

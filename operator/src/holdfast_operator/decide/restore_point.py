@@ -1,12 +1,5 @@
 """Choose the step from which a round starts, once per round. Pure.
 
-Find a step whose commit a failure has interrupted, although every rank's shard is on its node. Pure.
-
-The ranks of a gang save a step together, and each sidecar writes its shard before it answers SEAL. If no pod
-is lost, such a step is as complete as a committed one, except for its manifest (ADR 0018).
-
-Choose the step from which a round starts, once per round. Pure.
-
 1. A candidate is a step with a manifest that is on the lineage and was saved by as many ranks as the gang
    has. Persisted commits are candidates whatever their number of ranks, because the object store has all of
    their shards.
@@ -21,8 +14,9 @@ Choose the step from which a round starts, once per round. Pure.
 5. While new pods start, the choice waits for TAKE_IN_SECONDS after the newest loss: the round can replace
    further pods only until its restore point is chosen.
 6. If all members have survived, and a failure has interrupted the commit of a newer step whose shards are
-   all on their nodes, the commit is finished first (restore_point.py). The choice waits for that for
-   HOLDERS_SECONDS at most.
+   all on their nodes, the commit is finished first. The choice waits for that for HOLDERS_SECONDS at most.
+   The ranks of a gang save a step together, and each sidecar writes its shard before it answers SEAL. If no
+   pod is lost, such a step is as complete as a committed one, except for its manifest (ADR 0018).
 7. If a step is known to have been committed and no candidate is complete, the job waits. It never starts
    over without a checkpoint by itself.
 8. A checkpoint that could not be read anywhere is chosen only if no other one is complete (readable.py).
@@ -39,15 +33,15 @@ from holdfast_core.errors import FormatError
 from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.ids import CheckpointId, Step, ranks_of
 from holdfast_core.messages.schema import UncommittedShard
-from holdfast_operator.decide import readable
-from holdfast_operator.decide.readable import (
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.readable import (
     Candidate,
     has_answered,
     may_store_shards,
     missing_ids,
     quarantined,
 )
-from holdfast_operator.decide.world import MemberState, Note, World, on_lineage
+from holdfast_operator.decide.facts.world import MemberState, Note, World, on_lineage
 from holdfast_operator.model.job import Done, Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of

@@ -1,18 +1,19 @@
 """ROUND: what each member of a round receives. Pure.
 
-Choose which worker keeps copies of which worker's shards. Pure: the result depends on the domains alone.
+ROUND is sent to each member that has not acknowledged its present content. Only the content is compared, so
+ROUND is repeated exactly when its content changes or a sidecar lost it.
 
-The workers are sorted by topology domain. The first copy goes to the worker that follows by the size of the
-largest domain: it is in another domain, and each worker keeps one such copy. Further copies use more domains
-while there are any. If one domain has more than half of the gang, no such shift exists. Then its members use
-the workers of other domains in turn, and workers of their own domain if there are too few others: such a copy
-still survives the loss of the source's pod.
+Copies: which worker keeps copies of which worker's shards depends on the domains alone. The workers are
+sorted by topology domain. The first copy goes to the worker that follows by the size of the largest domain:
+it is in another domain, and each worker keeps one such copy. Further copies use more domains while there are
+any. If one domain has more than half of the gang, no such shift exists. Then its members use the workers of
+other domains in turn, and workers of their own domain if there are too few others: such a copy still survives
+the loss of the source's pod.
 
-The interval between a job's saves, if it is given as a time. Pure.
-
-With `auto`, ranks compute the interval from the measured cost of a save and the mean time between failures.
-A rank begins again after each failure and cannot measure that time. The operator therefore estimates it when
-a round begins, and keeps it in the status, because ROUND must not change while nothing else does.
+Interval: with `auto`, ranks compute the interval from the measured cost of a save and the mean time between
+failures. A rank begins again after each failure and cannot measure that time. The operator therefore
+estimates it when a round begins, and keeps it in the status, because ROUND must not change while nothing else
+does.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from holdfast_core.messages.schema import (
     Round,
     Timing,
 )
-from holdfast_operator.decide.conditions import factor as hang_factor
-from holdfast_operator.decide.nodes import domain_of
-from holdfast_operator.decide.readable import with_released
-from holdfast_operator.decide.sizes import elastic_of
-from holdfast_operator.decide.world import MemberState, World
+from holdfast_operator.decide.facts.nodes import domain_of
+from holdfast_operator.decide.facts.readable import with_released
+from holdfast_operator.decide.facts.sizes import elastic_of
+from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.report.conditions import factor as hang_factor
 from holdfast_operator.model.actions import Action, CallPath, OutgoingRound
 from holdfast_operator.model.job import Done
 

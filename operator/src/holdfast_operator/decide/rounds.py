@@ -1,4 +1,4 @@
-"""Passes over a round without failures: the choice of its restore point, then its course. Pure."""
+"""Passes that begin no round: its restore point, its course, and a job that is over or suspended. Pure."""
 
 from __future__ import annotations
 
@@ -14,31 +14,28 @@ from holdfast_core.api import (
 )
 from holdfast_core.messages.schema import FinishCommit
 from holdfast_operator.decide import (
-    adoption,
     checkpoints,
     ends,
     gang,
     lifecycle,
     new_rounds,
-    queue,
-    recovery,
     restore_point,
     round_message,
-    scheduling,
-    sizes,
 )
-from holdfast_operator.decide.conditions import describe_wait
-from holdfast_operator.decide.evidence import CANNOT_START
-from holdfast_operator.decide.nodes import next_departure, waiting_note
-from holdfast_operator.decide.spec import birth_problem
-from holdfast_operator.decide.status import (
+from holdfast_operator.decide.facts import queue, scheduling, sizes
+from holdfast_operator.decide.facts.evidence import CANNOT_START
+from holdfast_operator.decide.facts.nodes import next_departure, waiting_note
+from holdfast_operator.decide.facts.spec import birth_problem
+from holdfast_operator.decide.facts.world import Note, World, again_after, stop_requested
+from holdfast_operator.decide.report import adoption, recovery
+from holdfast_operator.decide.report.conditions import describe_wait
+from holdfast_operator.decide.report.status import (
     must_write,
     refresh,
     refresh_kept,
     remember_write,
     with_ratio,
 )
-from holdfast_operator.decide.world import Note, World, again_after, stop_requested
 from holdfast_operator.decide.writes import (
     STARTING_SECONDS,
     WAITING_SECONDS,

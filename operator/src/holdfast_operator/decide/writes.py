@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast_core.api import JobCondition, PersistedStep, TrainingJobStatus, changed
-from holdfast_operator.decide import checkpoints, ends, gang, lifecycle, recovery
-from holdfast_operator.decide.conditions import with_silence
-from holdfast_operator.decide.sizes import with_missing_workers, with_resizing
-from holdfast_operator.decide.spec import accepted
-from holdfast_operator.decide.status import must_write, refresh, remember_write
-from holdfast_operator.decide.world import Note, World, asked_for
+from holdfast_operator.decide import checkpoints, ends, gang, lifecycle
+from holdfast_operator.decide.facts.sizes import with_missing_workers, with_resizing
+from holdfast_operator.decide.facts.spec import accepted
+from holdfast_operator.decide.facts.world import Note, World, asked_for
+from holdfast_operator.decide.report import recovery
+from holdfast_operator.decide.report.conditions import with_silence
+from holdfast_operator.decide.report.status import must_write, refresh, remember_write
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,

@@ -19,9 +19,9 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
-from holdfast_operator.decide.adoption import NO_OWNER, other_owner, owner_of_job
-from holdfast_operator.decide.queue import wanted_group
-from holdfast_operator.decide.spec import template_problem
+from holdfast_operator.decide.facts.queue import wanted_group
+from holdfast_operator.decide.facts.spec import template_problem
+from holdfast_operator.decide.report.adoption import NO_OWNER, other_owner, owner_of_job
 from holdfast_operator.kube.cluster import JOB, Cluster
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.model.installation import SidecarSettings

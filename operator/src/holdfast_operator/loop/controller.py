@@ -31,7 +31,7 @@ from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.decide import ends
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.queue import leaving
+from holdfast_operator.decide.facts.queue import leaving
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.kube.leadership import LeaseThread
@@ -424,7 +424,7 @@ class Controller:
 async def release_pods(cache: ClusterCache, cluster: Cluster, key: Key) -> None:
     """Remove Kueue's finalizer from deleted pods whose job has no pass: it is gone, or cannot be parsed.
 
-    The pass of the job does this for all other pods (decide/queue.py). Nothing else is decided about
+    The pass of the job does this for all other pods (decide/facts/queue.py). Nothing else is decided about
     pods of jobs that are gone, because the garbage collector deletes them. Raises HoldfastError where a call
     fails; the queue then retries the key.
     """

@@ -1,12 +1,5 @@
 """What a decision consists of. `apply` is the only place that carries it out.
 
-ROUND as all members of a gang receive it, encoded and digested once. Pure.
-
-For 4,096 workers ROUND has 0.4 MB. The operator sends it to each of them, so that an encoding and a digest
-for each member would take six minutes of its CPU.
-
-What a decision consists of. `apply` is the only place that carries it out.
-
 1. At most one write of the job's status, with the resourceVersion that the decision is based on.
 2. Whole objects, which are created or compared with the ones of their names.
 3. Deletes, each with the uid that must be deleted and the reason.
@@ -35,7 +28,11 @@ from holdfast_operator.model.job import JobMemory, PodView
 
 @dataclass(frozen=True)
 class OutgoingRound:
-    """One version of ROUND. The members' sends share the object."""
+    """One version of ROUND, encoded and digested once. The members' sends share the object.
+
+    For 4,096 workers ROUND has 0.4 MB. The operator sends it to each of them, so that an encoding and a
+    digest for each member would take six minutes of its CPU.
+    """
 
     message: Round
     digest: Digest

@@ -1,9 +1,5 @@
 """Settings of the installation, and how often it looks at each job.
 
-Settings of the installation that are part of the objects of every job.
-
-How often a job that trains undisturbed is looked at.
-
 Nothing waits for routine news: the progress of the ranks, the goodput, the age of the newest checkpoint. With
 few jobs they are seconds old. With a thousand jobs they would take all of the operator's time, so they are as
 old as the time in which the operator gets round to each job.

@@ -1,14 +1,10 @@
 """The state of one job as the operator observed it, in frozen values.
 
-The state of one job as the operator observed it, in frozen values.
-
 `observe` assembles an `Observed` from the reflectors' caches and the replies of sidecars. `decide` reads
 nothing else, and returns the actions in `actions`. Nothing here reads a clock, the environment or the API.
 
 A time of type float, named `_at` or `_since`, is in monotonic seconds of this operator process, and may be
 missing after a restart of the operator. A stamp of type datetime is in UTC and decides no order (R30).
-
-What passes over jobs see of a CheckpointStore. Pure.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Which object an object belongs to, and the keys of the work queue. Pure.
 
-Find the TrainingJob or CheckpointStore that an object belongs to, by its controller reference. Pure.
-
 Labels do not prove ownership: any user who may create pods can copy a label, and a job's uid is public
 (ADR 0002). A pod is a worker of a job if it is in the job's namespace, its controller reference has the
 job's kind and uid, and its name is one that the operator gives to a worker of that job.
 
-Keys of the work queue. A key identifies one object and holds none of its content.
+A key of the work queue identifies one object and holds none of its content.
 """
 
 from __future__ import annotations

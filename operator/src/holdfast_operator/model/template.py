@@ -1,27 +1,19 @@
 """The template of a job: isolation, types of the fields that the operator reads, digests, grace period. Pure.
 
-Keep the containers of a job's template out of the sidecar's volumes, Secrets and processes. Pure.
+Isolation: the sidecar's certificates and store keys are volumes of the same pod. A template that names one of
+these volumes, mounts over its path, or shares the process namespace could read them. The chart's admission
+policy refuses the same templates when they are written. These rules also apply if the policy is switched off,
+and before every later creation of a pod.
 
-The sidecar's certificates and store keys are volumes of the same pod. A template that names one of these
-volumes, mounts over its path, or shares the process namespace could read them. The chart's admission policy
-refuses the same templates when they are written. These rules also apply if the policy is switched off, and
-before every later creation of a pod.
+Types: the CRD keeps the template as it is, so a user may write `env` as a map or `memory: 4GB`. The API
+server checks a whole pod (loop/checks.py), but it may be away, and the template can be edited at any
+time. Code that renders or reads a template relies on this check: it raises for no template that passes.
 
-Check the types of those fields of a template that the operator reads. Pure.
+Digests: each pod has digests of the parts of the spec that it got when it was created in an annotation. A
+later edit of the spec shows as a difference, after any number of restarts of the operator.
 
-The CRD keeps the template as it is, so a user may write `env` as a map or `memory: 4GB`. The API server
-checks a whole pod (loop/checks.py), but it may be away, and the template can be edited at any time.
-Code that renders or reads a template relies on this check: it raises for no template that passes.
-
-The parts of a job's spec that a pod gets when it is created, and digests of them. Pure.
-
-Each pod has the digests in an annotation. A later edit of the spec shows as a difference, after any number of
-restarts of the operator.
-
-How long a worker pod may take to leave: its grace period, and the part in which its ranks stop. Pure.
-
-A long grace period delays nothing: a pod leaves as soon as its sidecar has flushed, and its launcher kills
-ranks that do not stop in their part. So the bounds are wide.
+Grace period: a long grace period delays nothing: a pod leaves as soon as its sidecar has flushed, and its
+launcher kills ranks that do not stop in their part. So the bounds are wide.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Texts that messages about jobs share, and how a rank process ended. Pure.
-
-Texts that messages about jobs share. Pure.
-
-Describe how a rank process ended, for conditions and Events. Pure.
-"""
+"""Texts that messages about jobs share, and how a rank process ended. Pure."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ from tests.support.operator.builders import (
 from holdfast_core.api import LineageEntry, PersistedStep, RestorePointStatus
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, RestorePoint
-from holdfast_operator.decide.readable import (
+from holdfast_operator.decide.facts.readable import (
     answering_can_be_replaced,
     lost_can_be_given_up,
     silent_can_be_lost,
 )
-from holdfast_operator.decide.world import World
+from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import Observed
 
 WORKERS = 4

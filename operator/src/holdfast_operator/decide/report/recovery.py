@@ -25,8 +25,8 @@ from datetime import datetime
 from holdfast_core.api import RecoveryStatus, TrainingJobStatus, changed
 from holdfast_core.ids import TierName
 from holdfast_core.messages.schema import CoordinatorState
-from holdfast_operator.decide.evidence import Failure
-from holdfast_operator.decide.world import World
+from holdfast_operator.decide.facts.evidence import Failure
+from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import JobMemory, Now, Seen
 from holdfast_operator.model.reasons import Reason
 

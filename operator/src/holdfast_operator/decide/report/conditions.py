@@ -1,23 +1,15 @@
 """Conditions about failurePolicy, missing checkpoints, silence, hangs, stragglers and readability. Pure.
 
-Report what spec.failurePolicy led to, parts of it without effect, and missing checkpoints. Pure.
+Hangs (ADR 0014): an honest pause that the script does not announce ends as a hang at the same step in each
+round. So each such restart doubles the limits, until the pause fits in or a user has announced it. It does
+not double the limit of a gang whose ranks all wait for others: that is a deadlock, and it spends the budget
+of restarts.
 
-Condition SidecarsUnreachable: sidecars that do not answer, the failed call, and what to check. Pure.
+Stragglers: nothing restarts because of a straggler: the gang trains, only slower, and the cause may be the
+data, the script or a neighbour on the node.
 
-Count restarts of a gang that hangs at one step, and say how to announce a pause (ADR 0014). Pure.
-
-An honest pause that the script does not announce ends as a hang at the same step in each round. So each such
-restart doubles the limits, until the pause fits in or a user has announced it. It does not double the limit
-of a gang whose ranks all wait for others: that is a deadlock, and it spends the budget of restarts.
-
-Show the ranks that are slower than the others, as the coordinator has found them. Pure.
-
-Nothing restarts because of a straggler: the gang trains, only slower, and the cause may be the data, the
-script or a neighbour on the node.
-
-Leave a job alone while one of its pods cannot be parsed, and report it in condition Readable. Pure.
-
-Such a pod is missing among the job's pods, but it must not be treated as gone (ADR 0002).
+Readable: a job is left alone while one of its pods cannot be parsed. Such a pod is missing among the job's
+pods, but it must not be treated as gone (ADR 0002).
 """
 
 from __future__ import annotations
@@ -34,11 +26,15 @@ from holdfast_core.clock import stamp
 from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER
 from holdfast_core.ids import Rank, Step, Worker
 from holdfast_core.messages.schema import Straggler
-from holdfast_operator.decide import readable
-from holdfast_operator.decide.evidence import ALL_LOST_SECONDS
-from holdfast_operator.decide.nodes import failed_nodes, no_node_is_left, with_failures_of_window
-from holdfast_operator.decide.readable import with_released
-from holdfast_operator.decide.world import (
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.evidence import ALL_LOST_SECONDS
+from holdfast_operator.decide.facts.nodes import (
+    failed_nodes,
+    no_node_is_left,
+    with_failures_of_window,
+)
+from holdfast_operator.decide.facts.readable import with_released
+from holdfast_operator.decide.facts.world import (
     MemberState,
     Note,
     World,

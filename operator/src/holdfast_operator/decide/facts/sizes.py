@@ -1,26 +1,22 @@
 """The number of workers of a gang: which it has, which it is to have, and what is in the way. Pure.
 
-Facts about a gang whose number of workers changes (ADR 0011). Pure.
-
 The present number is that of status.members. The wanted one is spec.workers, or the smaller number for which
 an elastic gang has nodes (ADR 0011). A number with which the ranks failed before their first step is refused:
 the gang goes back to the number before, and the refused one is tried again once spec.workers has changed.
 An elastic gang then tries lower numbers only, so that it never alternates between two numbers.
 
-Another number of workers: conditions Resizing and WorkersMissing, and placeholders. Pure.
-
 A resize (ADR 0011):
 1. While the gang trains, it is asked to save and stop, as for a suspension. The record of the request is
    reason Stopping of condition Resizing.
 2. Once no committed step would be lost with the pods, a round with the new number of new pods begins
-   (beginnings.resize_gang). An operator that dies continues from the status.
+   (new_rounds.resize_gang). An operator that dies continues from the status.
 3. If the ranks fail before their first step, a round with the number before begins (failures.py).
 
 An elastic gang for some of whose workers there are no nodes (ADR 0011):
-1. It begins a round without them (beginnings.shrink_gang).
+1. It begins a round without them (new_rounds.shrink_gang).
 2. When it has trained for growAfterSeconds, placeholders are created for the missing workers.
 3. When placeholders have nodes, the status gets the new number, and the gang is resized
-   (beginnings.grow_gang). They keep the nodes until the round with the new workers begins.
+   (new_rounds.grow_gang). They keep the nodes until the round with the new workers begins.
 """
 
 from __future__ import annotations
@@ -35,10 +31,10 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_operator.decide import readable, scheduling
-from holdfast_operator.decide.scheduling import waits_for_nodes
-from holdfast_operator.decide.spec import replacement_problem
-from holdfast_operator.decide.world import (
+from holdfast_operator.decide.facts import readable, scheduling
+from holdfast_operator.decide.facts.scheduling import waits_for_nodes
+from holdfast_operator.decide.facts.spec import replacement_problem
+from holdfast_operator.decide.facts.world import (
     Note,
     World,
     asked_for,

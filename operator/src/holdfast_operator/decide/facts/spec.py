@@ -1,13 +1,10 @@
 """Whether a spec can be run, and which pods lack an edit of it. Pure.
 
-Find problems of a spec that the rules of the CRD cannot express. They prevent the first round.
+Problems that the rules of the CRD cannot express prevent the first round. They do not stop a job that runs.
+Condition RemoteTierHealthy reports a problem of its store.
 
-They do not stop a job that runs. Condition RemoteTierHealthy reports a problem of its store.
-
-Edits of the spec of a gang that runs: which of them its pods lack, and when they get them. Pure.
-
-Pods that were created from an earlier spec are replaced if no rank ran in them. Condition SpecApplied reports
-the others.
+Edits of the spec of a gang that runs: pods that were created from an earlier spec are replaced if no rank ran
+in them. Condition SpecApplied reports the others.
 """
 
 from __future__ import annotations
@@ -24,8 +21,8 @@ from holdfast_core.api import (
 )
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_core.ids import Worker
-from holdfast_operator.decide import readable
-from holdfast_operator.decide.world import MemberState, Note, World
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.actions import Action, Delete, normal
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template import (

@@ -22,11 +22,11 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.contract import NODE_VOLUME
-from holdfast_operator.decide import readable
-from holdfast_operator.decide.evidence import share_of
-from holdfast_operator.decide.nodes import MAX_NODES, failed_nodes
-from holdfast_operator.decide.readable import stored
-from holdfast_operator.decide.world import MemberState, World
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.evidence import share_of
+from holdfast_operator.decide.facts.nodes import MAX_NODES, failed_nodes
+from holdfast_operator.decide.facts.readable import stored
+from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.model.job import PodView, Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template import items_of, pod_spec

@@ -1,15 +1,9 @@
 """Failures, the restarts that they lead to, and what restarts are evidence of. Pure.
 
-A failure of the gang, and what the rules make of the failures of a pass. Pure values.
+decide/failures.py finds the failures and applies the rules. Disruptions never count towards
+failurePolicy.maxRestarts and never wait.
 
-decide/failures.py finds the failures and applies the rules.
-
-The restarts of a gang: how many count, and how long the next one waits. Pure.
-
-Disruptions never count towards failurePolicy.maxRestarts and never wait.
-
-Failures that count against the checkpoint that the round restored. Pure.
-
+Failures that count against the checkpoint that the round restored:
 1. A restart counts against the checkpoint that its round had restored if ranks failed by themselves before
    one had finished a step. It counts for as long as the job restores or quarantines this checkpoint, also
    outside of failurePolicy.window.
@@ -37,8 +31,8 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import CheckpointId, Worker
-from holdfast_operator.decide import readable
-from holdfast_operator.decide.world import World, back_to
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.world import World, back_to
 from holdfast_operator.model.reasons import Reason
 
 ALL_LOST_SECONDS = 300.0

@@ -1,9 +1,4 @@
-"""What only a CheckpointAdoption has: its status, and the controller of its pods (ADR 0015). Pure.
-
-The parts of a CheckpointAdoption's status that a TrainingJob does not have. Pure.
-
-What the restart policy of another controller costs an adopted gang. Pure.
-"""
+"""What only a CheckpointAdoption has: its status, and the controller of its pods (ADR 0015). Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
-from holdfast_operator.decide.world import World
+from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import OwnerView
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.pod import injection

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJobStatus
-from holdfast_operator.decide import recovery
-from holdfast_operator.decide.conditions import straggler_events
-from holdfast_operator.decide.world import World, has_no_gang
+from holdfast_operator.decide.facts.world import World, has_no_gang
+from holdfast_operator.decide.report import recovery
+from holdfast_operator.decide.report.conditions import straggler_events
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind, normal, warning
 from holdfast_operator.model.reasons import Reason
 

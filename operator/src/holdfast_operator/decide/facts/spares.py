@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from holdfast_core.api import JobCondition, PromotedSpare, SparesStatus, TrainingJobStatus, changed
 from holdfast_core.ids import FIRST_SPARE, MAX_SPARES, RestartRound, Worker
 from holdfast_core.names import pod_name
-from holdfast_operator.decide.evidence import CANNOT_START
-from holdfast_operator.decide.nodes import domain_of, failed_nodes, leaving_taint
-from holdfast_operator.decide.world import MemberState, World, has_no_gang, worker_pod
+from holdfast_operator.decide.facts.evidence import CANNOT_START
+from holdfast_operator.decide.facts.nodes import domain_of, failed_nodes, leaving_taint
+from holdfast_operator.decide.facts.world import MemberState, World, has_no_gang, worker_pod
 from holdfast_operator.model.actions import Action, Delete, DesiredObject
 from holdfast_operator.model.job import PodPhase
 from holdfast_operator.model.reasons import Reason

@@ -1,7 +1,6 @@
 """Nodes on which workers failed, nodes that leave, and nodes that new pods avoid. Pure.
 
-Nodes on which workers of the job failed, and those that new pods avoid for it. Pure.
-
+Nodes on which workers failed:
 1. A lost node, and a worker that failed by itself, count as a failure of its node. A pod that was deleted or
    evicted does not, nor does a rank that failed beside a disruption.
 2. Failures that hit more than half of the gang's nodes at once have another cause than a node.
@@ -10,21 +9,19 @@ Nodes on which workers of the job failed, and those that new pods avoid for it. 
 4. status.nodeFailures is the record. Each write of the status drops the failures that are older than the
    window. If no node takes a pod for PATIENCE_SECONDS, all are dropped: the job continues as it was before.
 
-Find workers on nodes that will be taken away soon, and the one whose pod is deleted next. Pure.
-
-A spot notice or an autoscaler taints such a node. The end of a node costs the steps since the last save. A
-delete of the pod costs none, because the gang then saves, and the pod flushes before it ends (ADR 0013).
+Nodes that leave: a spot notice or an autoscaler taints such a node. The end of a node costs the steps since
+the last save. A delete of the pod costs none, because the gang then saves, and the pod flushes before it ends
+(ADR 0013).
 1. A pod that tolerates the taint stays: its owner wants it there, and a new pod could get the same node.
 2. Only one pod is deleted at a time, and only while all ranks train. The PodDisruptionBudget allows an
    eviction under the same condition.
 3. A pod is deleted once, because a pod that is being deleted leaves already.
 4. Pods stay if a failure rule fails the job after the deletion: the operator must not cause that itself.
 
-Keep pods that have not started away from lost nodes, and remove exclusions that are not needed. Pure.
-
-The scheduler places pods on a dead node until Kubernetes taints it, after 40 seconds or more. A pod that is
-created in this time excludes the node by its node affinity, which cannot be changed later. So a pod that has
-not started is deleted, and created again in the same round under the same name, in three cases (ADR 0008):
+Nodes that are lost: the scheduler places pods on a dead node until Kubernetes taints it, after 40 seconds or
+more. A pod that is created in this time excludes the node by its node affinity, which cannot be changed
+later. So a pod that has not started is deleted, and created again in the same round under the same name, in
+three cases (ADR 0008):
 1. It is bound to a lost node that it does not exclude, because it was created before the loss was noticed.
 2. No node has taken it, and it excludes a node that is back, repaired, tainted, deleted or no longer
    avoided because of failures. A node that is back may be the only one that fits, and Karpenter adds no node
@@ -52,10 +49,10 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_operator.decide import readable
-from holdfast_operator.decide.evidence import Ruling
-from holdfast_operator.decide.spec import replacement_problem
-from holdfast_operator.decide.world import MemberState, Note, World
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.evidence import Ruling
+from holdfast_operator.decide.facts.spec import replacement_problem
+from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.actions import Action, Delete
 from holdfast_operator.model.job import NodeView, PodView, Seen, tolerated_taints
 from holdfast_operator.model.reasons import Reason

@@ -1,7 +1,5 @@
 """Which checkpoints are set apart, which can be read, and which are left without certain pods. Pure.
 
-Checkpoints that are set apart: quarantined, or missing. Pure.
-
 Quarantined: gangs that restored the checkpoint failed.
 1. evidence.py decides which restarts count against a checkpoint, and when it is quarantined or released.
 2. The choice of a restore point, retention and the sidecars read status.quarantined. Nothing else decides.
@@ -18,10 +16,9 @@ not bring them back.
    no other checkpoint is complete. The newest of them is then waited for: sidecars look for it until they
    find it, so no new round is necessary.
 
-Find the committed steps that can be read, and whether one is left without certain pods. Pure.
-
-A sidecar that does not answer may still hold its shards: silence is not evidence that its data is gone. Each
-rule that replaces a pod checks here first, because deleting the last holder of a committed step destroys it.
+Readable: a sidecar that does not answer may still hold its shards: silence is not evidence that its data is
+gone. Each rule that replaces a pod checks here first, because deleting the last holder of a committed step
+destroys it.
 
 1. An inventory counts if it was taken for the current round, which is after the seal.
 2. A local commit puts its manifest on every node tier of its round. So the inventory of one survivor lists
@@ -45,7 +42,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import RestorePoint
-from holdfast_operator.decide.world import (
+from holdfast_operator.decide.facts.world import (
     MemberState,
     World,
     back_to,

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from holdfast_core.api import Gang, JobCondition, TrainingJob, TrainingJobStatus, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import pod_group_name
-from holdfast_operator.decide.world import MemberState, World, has_no_gang
+from holdfast_operator.decide.facts.world import MemberState, World, has_no_gang
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Action, Delete, ReleasePod
 from holdfast_operator.model.job import PodGroup, PodPhase, PodView, queue_of

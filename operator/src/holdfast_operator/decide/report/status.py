@@ -18,15 +18,15 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure
-from holdfast_operator.decide import conditions, recovery
-from holdfast_operator.decide.adoption import with_adoption
-from holdfast_operator.decide.nodes import with_leaving_nodes
-from holdfast_operator.decide.queue import with_queue
-from holdfast_operator.decide.scheduling import with_scheduling
-from holdfast_operator.decide.sizes import wanted_workers
-from holdfast_operator.decide.spares import with_spares, with_spares_ready
-from holdfast_operator.decide.spec import with_spec_applied
-from holdfast_operator.decide.world import Note, World, has_no_gang
+from holdfast_operator.decide.facts.nodes import with_leaving_nodes
+from holdfast_operator.decide.facts.queue import with_queue
+from holdfast_operator.decide.facts.scheduling import with_scheduling
+from holdfast_operator.decide.facts.sizes import wanted_workers
+from holdfast_operator.decide.facts.spares import with_spares, with_spares_ready
+from holdfast_operator.decide.facts.spec import with_spec_applied
+from holdfast_operator.decide.facts.world import Note, World, has_no_gang
+from holdfast_operator.decide.report import conditions, recovery
+from holdfast_operator.decide.report.adoption import with_adoption
 from holdfast_operator.model.reasons import Reason
 
 LEVELS_EVERY_SECONDS = 10.0
