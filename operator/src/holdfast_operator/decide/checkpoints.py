@@ -14,8 +14,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from holdfast_core.api import (
@@ -46,7 +44,6 @@ def with_phase(
     *,
     pinned: bool,
     persisted: bool = False,
-    replicated: bool = False,
     reason: Reason | None = None,
     message: str = "",
 ) -> CheckpointStatus:
@@ -64,15 +61,11 @@ def with_phase(
     pruning = Reason.PRUNING if phase is CheckpointPhase.DELETING else why
     stored = "every shard and the manifest are in the object store" if persisted else ""
     restorable = persisted and phase is CheckpointPhase.COMMITTED
+    uploaded = Reason.PERSISTED if persisted else pruning
     conditions = (
         (CheckpointCondition.COMMITTED, done, why, committed),
-        (CheckpointCondition.REPLICATED, replicated, pruning, ""),
-        (
-            CheckpointCondition.PERSISTED,
-            persisted,
-            Reason.PERSISTED if persisted else pruning,
-            stored,
-        ),
+        (CheckpointCondition.REPLICATED, done, pruning, ""),
+        (CheckpointCondition.PERSISTED, persisted, uploaded, stored),
         (CheckpointCondition.RESTORABLE, restorable, pruning, message),
         (CheckpointCondition.PINNED, pinned, Reason.PINNED if pinned else Reason.NOT_PINNED, ""),
     )
@@ -80,27 +73,6 @@ def with_phase(
     for kind, value, given, text in conditions:
         status = status.with_condition(kind, value, given, text, now.utc)
     return status
-
-
-def marks(
-    checkpoints: Iterable[Checkpoint], quarantined: AbstractSet[CheckpointId], now: Now
-) -> list[Action]:
-    """Return the writes that set condition Quarantined of Checkpoint objects as the job's status demands."""
-    kind = CheckpointCondition.QUARANTINED
-    actions: list[Action] = []
-    for checkpoint in checkpoints:
-        marked = checkpoint.status.is_true(kind)
-        if checkpoint.deleting or marked == (checkpoint.id in quarantined):
-            continue
-        reason = Reason.RELEASED if marked else Reason.QUARANTINED
-        text = (
-            ""
-            if marked
-            else "ranks that restored it failed repeatedly; the job does not restore it"
-        )
-        status = checkpoint.status.with_condition(kind, not marked, reason, text, now.utc)
-        actions.append(DesiredObject(render_change(checkpoint, status)))
-    return actions
 
 
 PRUNES_PER_PASS = 4
@@ -164,20 +136,27 @@ def plan(world: World) -> list[Action]:
 
 def quarantine_marks(world: World) -> list[Action]:
     """Return the writes of condition Quarantined of the job's Checkpoint objects. It ends with the job."""
-    over = world.status.completion_time is not None
-    return marks(world.own_checkpoints, frozenset() if over else quarantined(world), world.now)
+    over, kind = world.status.completion_time is not None, CheckpointCondition.QUARANTINED
+    wanted = frozenset() if over else quarantined(world)
+    actions: list[Action] = []
+    for checkpoint in world.own_checkpoints:
+        marked = checkpoint.status.is_true(kind)
+        if checkpoint.deleting or marked == (checkpoint.id in wanted):
+            continue
+        reason, text = Reason.RELEASED, ""
+        if not marked:
+            reason = Reason.QUARANTINED
+            text = "ranks that restored it failed repeatedly; the job does not restore it"
+        status = checkpoint.status.with_condition(kind, not marked, reason, text, world.now.utc)
+        actions.append(_change(checkpoint, status))
+    return actions
 
 
 def expire_requests(world: World) -> tuple[Action, ...]:
     """Return actions that expire the open requests to save of a job that has ended."""
     message = "the job ended before this was saved"
     return tuple(
-        _change(
-            c,
-            with_phase(
-                c.status, CheckpointPhase.EXPIRED, world.now, pinned=c.spec.pin, message=message
-            ),
-        )
+        _change(c, _in_phase(world, c, CheckpointPhase.EXPIRED, message=message))
         for c in _open_requests(world)[:WRITES_PER_PASS]
     )
 
@@ -232,8 +211,21 @@ def _with_commit(
         committed_at=world.now.utc,
     )
     committed = CheckpointPhase.COMMITTED
+    return with_phase(status, committed, world.now, pinned=pinned, persisted=persisted)
+
+
+def _in_phase(
+    world: World,
+    checkpoint: Checkpoint,
+    phase: CheckpointPhase,
+    *,
+    reason: Reason | None = None,
+    message: str = "",
+) -> CheckpointStatus:
+    """Return the status of this Checkpoint object in that phase. What it records does not change."""
+    status, pinned, persisted = checkpoint.status, checkpoint.spec.pin, checkpoint.persisted
     return with_phase(
-        status, committed, world.now, pinned=pinned, persisted=persisted, replicated=True
+        status, phase, world.now, pinned=pinned, persisted=persisted, reason=reason, message=message
     )
 
 
@@ -266,27 +258,21 @@ def _requests(world: World) -> list[Action]:
         elif sent is None and checkpoint.spec.step is None:
             unsent.append(checkpoint)
         elif sent is not None and not sent.marked:
-            actions.extend(_in_progress(checkpoint, world.now))
+            actions.extend(_in_progress(world, checkpoint))
             save_requests[checkpoint.name] = replace(sent, marked=True)
     save, served = _request_save(world, unsent, tuple(save_requests.values()))
     actions.extend(save)
     if served is not None:
         for checkpoint in unsent:
             save_requests[checkpoint.name] = replace(served, name=checkpoint.name, marked=True)
-            actions.extend(_in_progress(checkpoint, world.now))
+            actions.extend(_in_progress(world, checkpoint))
     message = (
         f"not saved: {MAX_OPEN_REQUESTS} older requests of the job are still open. One save serves all "
         "requests of a moment; delete this object and request again when they are saved"
     )
     for checkpoint in excess[:WRITES_PER_PASS]:
-        status = with_phase(
-            checkpoint.status,
-            CheckpointPhase.EXPIRED,
-            world.now,
-            pinned=checkpoint.spec.pin,
-            reason=Reason.TOO_MANY_REQUESTS,
-            message=message,
-        )
+        expired, reason = CheckpointPhase.EXPIRED, Reason.TOO_MANY_REQUESTS
+        status = _in_phase(world, checkpoint, expired, reason=reason, message=message)
         actions.append(_change(checkpoint, status))
     world.remember(save_requests=tuple(save_requests.values()))
     return actions
@@ -326,16 +312,10 @@ def _request_save(
     return save, RequestedSave(token, world.round, trained, token) if save else None
 
 
-def _in_progress(checkpoint: Checkpoint, now: Now) -> list[Action]:
+def _in_progress(world: World, checkpoint: Checkpoint) -> list[Action]:
     if checkpoint.status.phase is CheckpointPhase.IN_PROGRESS:
         return []
-    status = with_phase(
-        checkpoint.status,
-        CheckpointPhase.IN_PROGRESS,
-        now,
-        pinned=checkpoint.spec.pin,
-    )
-    return [_change(checkpoint, status)]
+    return [_change(checkpoint, _in_phase(world, checkpoint, CheckpointPhase.IN_PROGRESS))]
 
 
 def _open_requests(world: World) -> list[Checkpoint]:
@@ -389,30 +369,12 @@ def _finalizers(world: World) -> list[Action]:
         and not c.has_finalizer
         and not c.deleting
     ]
-    return [
-        DesiredObject(
-            render_change(
-                c,
-                _with_phase_of_record(c, CheckpointPhase.COMMITTED, world.now),
-                finalizers=(*c.metadata.finalizers, Checkpoint.FINALIZER),
-            )
-        )
-        for c in bare[:WRITES_PER_PASS]
-    ]
-
-
-def _with_phase_of_record(
-    checkpoint: Checkpoint, phase: CheckpointPhase, now: Now, message: str = ""
-) -> CheckpointStatus:
-    return with_phase(
-        checkpoint.status,
-        phase,
-        now,
-        pinned=checkpoint.spec.pin,
-        persisted=checkpoint.persisted,
-        replicated=True,
-        message=message,
-    )
+    actions: list[Action] = []
+    for checkpoint in bare[:WRITES_PER_PASS]:
+        status = _in_phase(world, checkpoint, CheckpointPhase.COMMITTED)
+        finalizers = (*checkpoint.metadata.finalizers, Checkpoint.FINALIZER)
+        actions.append(DesiredObject(render_change(checkpoint, status, finalizers=finalizers)))
+    return actions
 
 
 def _protected(world: World) -> set[CheckpointId]:
@@ -484,7 +446,7 @@ def _retention(world: World) -> list[Action]:
     excess = [c for i, c in committed if i not in kept]
     for checkpoint in excess[:PRUNES_PER_PASS]:
         message = "pruned by spec.checkpoint.retention"
-        deleting = _with_phase_of_record(checkpoint, CheckpointPhase.DELETING, world.now, message)
+        deleting = _in_phase(world, checkpoint, CheckpointPhase.DELETING, message=message)
         actions.append(_change(checkpoint, deleting))
     return actions
 

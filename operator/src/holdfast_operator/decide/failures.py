@@ -164,14 +164,10 @@ def _of_member(world: World, member: MemberState) -> Failure | None:
         name = world.source.gone_name(member.worker, member.birth_round)
         announced = dict(world.memory.announced).get(name or "")
         worker = f"worker {member.worker}, created in round {member.birth_round}"
-        return Failure(
-            Reason.POD_LOST if announced is None else Reason.POD_EVICTED,
-            f"the pod of {worker} no longer exists" if announced is None else announced,
-            member.worker,
-            disruption=True,
-            replace_pod=True,
-            confirm_gone=name,
-        )
+        failure = _lost(Reason.POD_LOST, f"the pod of {worker} no longer exists", member)
+        if announced is not None:
+            failure = _lost(Reason.POD_EVICTED, announced, member)
+        return replace(failure, confirm_gone=name)
     if member.node_lost:
         return _of_lost_node(world, member, pod)
     if pod.leaving and may_drain(world, pod):
@@ -179,13 +175,21 @@ def _of_member(world: World, member: MemberState) -> Failure | None:
     if pod.disrupted or (
         pod.phase is PodPhase.FAILED and pod.reason in _EVICTED and not pod.exceeded_own_limit
     ):
-        return Failure(
-            Reason.POD_EVICTED, pod.disruption, member.worker, disruption=True, replace_pod=True
-        )
+        return _lost(Reason.POD_EVICTED, pod.disruption, member)
     if pod.terminating:
         text = f"pod {pod.name} is being deleted{_node_leaves(world, pod)}"
-        return Failure(Reason.POD_LOST, text, member.worker, disruption=True, replace_pod=True)
+        return _lost(Reason.POD_LOST, text, member)
     return _of_container(world, member, pod)
+
+
+def _lost(reason: Reason, text: str, member: MemberState) -> Failure:
+    """Return the failure of a member whose pod was taken away."""
+    return Failure(reason, text, member.worker, disruption=True, replace_pod=True)
+
+
+def _ended(reason: Reason, text: str, pod: PodView) -> Failure:
+    """Return the failure of a pod whose trainer ended by itself and does not start in it again."""
+    return Failure(reason, text, pod.worker, exit_code=pod.trainer_exit_code, replace_pod=True)
 
 
 def _node_leaves(world: World, pod: PodView) -> str:
@@ -202,7 +206,7 @@ def _of_lost_node(world: World, member: MemberState, pod: PodView) -> Failure | 
     """
     node = world.observed.nodes[pod.node or ""]
     text = f"node {pod.node} of pod {pod.name} {node.lost_because}, and the pod's sidecar does not answer"
-    failure = Failure(Reason.NODE_LOST, text, member.worker, disruption=True, replace_pod=True)
+    failure = _lost(Reason.NODE_LOST, text, member)
     if not pod.alive:
         return failure  # a user deleted it, or it has ended
     if _control_plane_may_be_cut_off(world):
@@ -217,7 +221,7 @@ def _of_lost_node(world: World, member: MemberState, pod: PodView) -> Failure | 
 
 def _control_plane_may_be_cut_off(world: World) -> bool:
     silent = [m for m in world.members if m.node_lost and m.sidecar is not None]
-    if any(m.reachable for m in world.members) or len({_node(m) for m in silent}) < 2:
+    if any(m.reachable for m in world.members) or len({m.node for m in silent}) < 2:
         return False
     newest = max(
         (m.sidecar.unreachable_since or 0.0 for m in silent if m.sidecar is not None), default=0.0
@@ -225,48 +229,29 @@ def _control_plane_may_be_cut_off(world: World) -> bool:
     return world.seconds_since(newest) < ALL_LOST_SECONDS
 
 
-def _node(member: MemberState) -> str | None:
-    return None if member.pod is None else member.pod.node
-
-
 def _of_container(world: World, member: MemberState, pod: PodView) -> Failure | None:
-    worker = member.worker
+    oom = pod.reason == OOM_KILLED
     if pod.phase is PodPhase.FAILED:
-        oom = pod.reason == OOM_KILLED
         text = f"pod {pod.name} failed: {pod.reason or 'no reason given'}: {pod.message}"
         if oom:
             text = f"pod {pod.name} failed: {out_of_memory(pod)}"
         elif world.fixed_node is not None and not pod.trainer_ran:
             # No scheduler has compared the pod with the node, so its kubelet may have rejected the pod.
             text = f"{text.rstrip(': ')}. {world.fixed_node_advice}"
-        return Failure(
-            Reason.OOM_KILLED if oom else Reason.POD_FAILED,
-            text.rstrip(": "),
-            worker,
-            exit_code=pod.trainer_exit_code,
-            replace_pod=True,
-        )
+        return _ended(Reason.OOM_KILLED if oom else Reason.POD_FAILED, text.rstrip(": "), pod)
     if pod.phase is PodPhase.SUCCEEDED:
-        return _of_succeeded(world, worker, pod)
+        return _of_succeeded(world, member, pod)
     if pod.waiting_reason in CANNOT_START:
         return None
-    if pod.trainer_restarts > MAX_TRAINER_RESTARTS and readable.answering_can_be_replaced(
-        world, [worker]
-    ):
+    restarts = pod.trainer_restarts > MAX_TRAINER_RESTARTS
+    if restarts and readable.answering_can_be_replaced(world, [member.worker]):
         text = f"the trainer of pod {pod.name} restarted {pod.trainer_restarts} times"
-        if pod.reason == OOM_KILLED:
-            text += f": {out_of_memory(pod)}"
-        return Failure(
-            Reason.OOM_KILLED if pod.reason == OOM_KILLED else Reason.TRAINER_RESTARTING,
-            text,
-            worker,
-            exit_code=pod.trainer_exit_code,
-            replace_pod=True,
-        )
+        text += f": {out_of_memory(pod)}" if oom else ""
+        return _ended(Reason.OOM_KILLED if oom else Reason.TRAINER_RESTARTING, text, pod)
     return _of_sidecar(world, member, pod)
 
 
-def _of_succeeded(world: World, worker: Worker, pod: PodView) -> Failure | None:
+def _of_succeeded(world: World, member: MemberState, pod: PodView) -> Failure | None:
     """Return the failure of a member whose containers returned 0 although the gang has not finished, or None.
 
     The launchers of a gang return together, after its last step, so the other pods have ENDING_SECONDS to
@@ -274,7 +259,7 @@ def _of_succeeded(world: World, worker: Worker, pod: PodView) -> Failure | None:
     """
     if world.status.restore_point is None:
         text = f"pod {pod.name} ended before round {world.round} began to run"
-        return Failure(Reason.POD_SUCCEEDED_EARLY, text, worker, disruption=True, replace_pod=True)
+        return _lost(Reason.POD_SUCCEEDED_EARLY, text, member)
     waited = world.seconds_seen(Seen.ENDING)
     if waited < ENDING_SECONDS:
         return None
@@ -282,9 +267,7 @@ def _of_succeeded(world: World, worker: Worker, pod: PodView) -> Failure | None:
         f"the containers of pod {pod.name} returned 0, and other pods of the gang still run {waited:.0f} s "
         "later. A trainer container must return what `holdfast run` returns"
     )
-    return Failure(
-        Reason.POD_SUCCEEDED_EARLY, text, worker, exit_code=pod.trainer_exit_code, replace_pod=True
-    )
+    return _ended(Reason.POD_SUCCEEDED_EARLY, text, pod)
 
 
 def _of_sidecar(world: World, member: MemberState, pod: PodView) -> Failure | None:

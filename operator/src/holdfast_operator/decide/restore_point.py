@@ -36,8 +36,6 @@ from holdfast_core.messages.schema import UncommittedShard
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.readable import (
     Candidate,
-    has_answered,
-    may_store_shards,
     missing_ids,
     quarantined,
 )
@@ -48,65 +46,6 @@ from holdfast_operator.model.wording import first_of
 
 Saved = tuple[UncommittedShard, ...]
 """The shards of one step of all ranks of a worker, in order of the ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """A step that can be committed, or that can be as soon as all sidecars have answered."""
-
-    id: CheckpointId
-    manifest: str | None
-    """Its manifest. None: not all sidecars have answered."""
-
-
-def unfinished(world: World, above: Step | None) -> Unfinished | None:
-    """Return the newest step above `above` whose commit was interrupted and may be finished, or None.
-
-    It was saved in the newest round that has a restore point, by as many ranks as the gang has now. All
-    members that have answered have it, and the others may.
-    """
-    lineage = world.status.lineage
-    listed = [dict(_steps(m, world)) for m in world.members if has_answered(m, world)]
-    silent = len(world.members) - len(listed)
-    if not lineage or not listed or silent > sum(may_store_shards(m, world) for m in world.members):
-        return None
-    common = set.intersection(*(set(steps) for steps in listed)) - quarantined(world)
-    of_round = (c for c in common if c.round == lineage[-1].round < world.round)
-    newest = max(of_round, default=None)
-    if newest is None or (above is not None and newest.step <= above):
-        return None
-    if silent:
-        return Unfinished(newest, None)
-    try:
-        return Unfinished(newest, _manifest(world, newest, [steps[newest] for steps in listed]))
-    except FormatError:  # a sidecar has sent a value that no manifest can hold
-        return None
-
-
-def _steps(member: MemberState, world: World) -> Iterator[tuple[CheckpointId, Saved]]:
-    """Yield the steps of which the member has one shard of each of its ranks."""
-    inventory = member.inventory
-    per_worker = world.observed.job.spec.procs_per_worker
-    size = per_worker * len(world.members)
-    own = list(ranks_of(member.worker, per_worker))
-    by_step: dict[CheckpointId, list[UncommittedShard]] = {}
-    for item in () if inventory is None else inventory.uncommitted:
-        by_step.setdefault(CheckpointId(item.step, item.round), []).append(item)
-    for checkpoint, found in by_step.items():
-        found.sort(key=lambda item: item.shard.rank)
-        if [i.shard.rank for i in found] == own and all(i.world_size == size for i in found):
-            yield checkpoint, tuple(found)
-
-
-def _manifest(world: World, checkpoint: CheckpointId, saved: list[Saved]) -> str:
-    """Return the manifest that the coordinator of that round would have built."""
-    job = world.observed.job
-    return manifest_document(
-        JobIdentity(job.namespace, job.name, job.uid),
-        checkpoint,
-        world.status.lineage[-1].base_manifest,
-        [item.shard.entry(item.layout) for of_worker in saved for item in of_worker],
-    ).decode()
 
 
 HOLDERS_SECONDS = 60.0
@@ -176,7 +115,9 @@ def choose(world: World) -> Choice:
         if reason is not None or (below and not _timed_out(world)):
             text = f"workers {first_of([m.worker for m in unknown])} have not answered yet"
             return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text}: {reason or _MAY_HAVE_NEWEST}"))
-    finish = None if _timed_out(world) else _finish(world, best)
+    finish = (
+        None if _timed_out(world) else _unfinished(world, None if best is None else best.id.step)
+    )
     if finish is not None:
         return finish
     if best is not None:
@@ -201,19 +142,6 @@ def choose(world: World) -> Choice:
         )
         return Exhausted(Note(Reason.NO_PROGRESS, text))
     return _from_spec(world, newest)
-
-
-def _finish(world: World, best: Candidate | None) -> InterruptedCommit | Wait | None:
-    """Return the newer step than `best` that is to be committed first, or why the choice waits for one."""
-    found = unfinished(world, None if best is None else best.id.step)
-    if found is None:
-        return None
-    text = f"the failure interrupted the commit of step {found.id.step}"
-    if found.manifest is None:
-        text = f"{text}, and its last shards are being written"
-        return Wait(Note(Reason.WAITING_FOR_HOLDERS, text))
-    note = Note(Reason.WAITING_FOR_HOLDERS, f"{text}. All of its shards are there: it is finished")
-    return InterruptedCommit(found.id, found.manifest, note)
 
 
 def _may_be_joined(member: MemberState, world: World) -> bool:
@@ -385,3 +313,61 @@ def _implied(old: LineageEntry, new: LineageEntry, trained: int) -> bool:
 
 def _base(entry: LineageEntry) -> int:
     return -1 if entry.base is None else entry.base.step
+
+
+# --------------------------------------------------------------------------- an interrupted commit
+
+
+def _unfinished(world: World, above: Step | None) -> InterruptedCommit | Wait | None:
+    """Return the newest step above `above` whose commit is to be finished first, or why to wait for one.
+
+    It was saved in the newest round that has a restore point, by as many ranks as the gang has now. All
+    members that have answered have it, and the others may.
+    """
+    lineage = world.status.lineage
+    listed = [dict(_steps(m, world)) for m in world.members if readable.has_answered(m, world)]
+    silent = len(world.members) - len(listed)
+    may_have = sum(readable.may_store_shards(m, world) for m in world.members)
+    if not lineage or not listed or silent > may_have:
+        return None
+    common = set.intersection(*(set(steps) for steps in listed)) - quarantined(world)
+    of_round = (c for c in common if c.round == lineage[-1].round < world.round)
+    newest = max(of_round, default=None)
+    if newest is None or (above is not None and newest.step <= above):
+        return None
+    text = f"the failure interrupted the commit of step {newest.step}"
+    if silent:
+        text = f"{text}, and its last shards are being written"
+        return Wait(Note(Reason.WAITING_FOR_HOLDERS, text))
+    try:
+        manifest = _manifest(world, newest, [steps[newest] for steps in listed])
+    except FormatError:  # a sidecar has sent a value that no manifest can hold
+        return None
+    note = Note(Reason.WAITING_FOR_HOLDERS, f"{text}. All of its shards are there: it is finished")
+    return InterruptedCommit(newest, manifest, note)
+
+
+def _steps(member: MemberState, world: World) -> Iterator[tuple[CheckpointId, Saved]]:
+    """Yield the steps of which the member has one shard of each of its ranks."""
+    inventory = member.inventory
+    per_worker = world.observed.job.spec.procs_per_worker
+    size = per_worker * len(world.members)
+    own = list(ranks_of(member.worker, per_worker))
+    by_step: dict[CheckpointId, list[UncommittedShard]] = {}
+    for item in () if inventory is None else inventory.uncommitted:
+        by_step.setdefault(CheckpointId(item.step, item.round), []).append(item)
+    for checkpoint, found in by_step.items():
+        found.sort(key=lambda item: item.shard.rank)
+        if [i.shard.rank for i in found] == own and all(i.world_size == size for i in found):
+            yield checkpoint, tuple(found)
+
+
+def _manifest(world: World, checkpoint: CheckpointId, saved: list[Saved]) -> str:
+    """Return the manifest that the coordinator of that round would have built."""
+    job = world.observed.job
+    return manifest_document(
+        JobIdentity(job.namespace, job.name, job.uid),
+        checkpoint,
+        world.status.lineage[-1].base_manifest,
+        [item.shard.entry(item.layout) for of_worker in saved for item in of_worker],
+    ).decode()

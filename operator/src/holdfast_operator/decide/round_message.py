@@ -313,5 +313,4 @@ def _domains(world: World) -> tuple[str, ...]:
 
     A worker without a node gets a domain of its own.
     """
-    nodes = (None if m.pod is None else m.pod.node for m in world.members)
-    return tuple(domain_of(world, n) or f"?{worker}" for worker, n in enumerate(nodes))
+    return tuple(domain_of(world, m.node) or f"?{m.worker}" for m in world.members)

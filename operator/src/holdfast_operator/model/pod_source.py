@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 from holdfast_core.api import (
     AdoptedPod,
@@ -33,50 +32,6 @@ from holdfast_operator.model import labels
 from holdfast_operator.model.job import PodView
 
 
-class PodSource(Protocol):
-    def members(self, pods: tuple[PodView, ...], lost_nodes: frozenset[str]) -> tuple[PodView, ...]:
-        """Return the pods that the passes over the gang see, each with its birth round."""
-        ...
-
-    def identity(self, worker: Worker, birth: RestartRound) -> str:
-        """Return the name of a worker's pod in ROUND messages and certificates."""
-        ...
-
-    def gone_name(self, worker: Worker, birth: RestartRound) -> str | None:
-        """Return the name of the pod whose absence a direct read can confirm, or None."""
-        ...
-
-    def sealed_from(self, worker: Worker, birth: RestartRound) -> RestartRound:
-        """Return the round for which the sidecar of the worker's pod is sealed when it starts."""
-        ...
-
-    def was_spare(self, worker: Worker, birth: RestartRound) -> bool:
-        """Return whether the worker's pod of this birth round was a spare before (ADR 0015)."""
-        ...
-
-    def has_started(self, worker: Worker, birth: RestartRound) -> bool | None:
-        """Return whether the status records a start of the worker's pod. None: it has no such records."""
-        ...
-
-    def certificates(self, worker: Worker, birth: RestartRound) -> str:
-        """Return the name of the Secret with the certificate of the worker's pod of this birth round."""
-        ...
-
-    def with_births(
-        self, status: TrainingJobStatus, pods: tuple[PodView, ...]
-    ) -> TrainingJobStatus:
-        """Return the status with a record of every pod that has started."""
-        ...
-
-    def may_put(self, kind: str) -> bool:
-        """Return whether the operator creates objects of this kind, or the controller of the pods does."""
-        ...
-
-    def may_delete(self, kind: str) -> bool:
-        """Return whether the operator deletes objects of this kind, and releases them."""
-        ...
-
-
 def certificates_prefix(job: CheckpointAdoption) -> str:
     """Return the prefix of the names of Secrets with certificates of adopted pods.
 
@@ -84,14 +39,6 @@ def certificates_prefix(job: CheckpointAdoption) -> str:
     apart adoptions of one name: an orphaning delete leaves the Secrets of the former one.
     """
     return f"{job_prefix(job.name, job.uid)}-holdfast-certs-"
-
-
-def pod_source(gang: Gang) -> PodSource:
-    match gang:
-        case TrainingJob():
-            return OwnPods(gang)
-        case CheckpointAdoption():
-            return AdoptedPods(gang)
 
 
 @dataclass(frozen=True)
@@ -111,25 +58,31 @@ class OwnPods:
         return {(r.worker, members[r.worker]): r.pod for r in promoted if r.worker < len(members)}
 
     def members(self, pods: tuple[PodView, ...], lost_nodes: frozenset[str]) -> tuple[PodView, ...]:
+        """Return the pods that the passes over the gang see, each with its birth round."""
         if not self._promoted:
             return pods
         by_name = {name: key for key, name in self._promoted.items()}
         return tuple(_as(pod, by_name.get(pod.name)) for pod in pods)
 
     def identity(self, worker: Worker, birth: RestartRound) -> str:
+        """Return the name of a worker's pod in ROUND messages and certificates."""
         known = self._promoted.get((worker, birth))
         return known or pod_name(self.job.name, self.job.uid, worker, birth)
 
     def gone_name(self, worker: Worker, birth: RestartRound) -> str | None:
+        """Return the name of the pod whose absence a direct read can confirm, or None."""
         return self.identity(worker, birth)
 
     def sealed_from(self, worker: Worker, birth: RestartRound) -> RestartRound:
+        """Return the round for which the sidecar of the worker's pod is sealed when it starts."""
         return self._born_as(worker, birth)[1]
 
     def was_spare(self, worker: Worker, birth: RestartRound) -> bool:
+        """Return whether the worker's pod of this birth round was a spare before (ADR 0015)."""
         return (worker, birth) in self._promoted
 
     def has_started(self, worker: Worker, birth: RestartRound) -> bool | None:
+        """Return whether the status records a start of the worker's pod. None: it has no such records."""
         return True if self.was_spare(worker, birth) else None
 
     def _born_as(self, worker: Worker, birth: RestartRound) -> tuple[Worker, RestartRound]:
@@ -139,18 +92,22 @@ class OwnPods:
         return born or (worker, birth)
 
     def certificates(self, worker: Worker, birth: RestartRound) -> str:
+        """Return the name of the Secret with the certificate of the worker's pod of this birth round."""
         worker, birth = self._born_as(worker, birth)
         return certificates_secret_name(self.job.name, self.job.uid, worker, birth)
 
     def with_births(
         self, status: TrainingJobStatus, pods: tuple[PodView, ...]
     ) -> TrainingJobStatus:
+        """Return the status with a record of every pod that has started."""
         return status
 
     def may_put(self, kind: str) -> bool:
+        """Return whether the operator creates objects of this kind, or the controller of the pods does."""
         return True
 
     def may_delete(self, kind: str) -> bool:
+        """Return whether the operator deletes objects of this kind, and releases them."""
         return True
 
 
@@ -232,3 +189,10 @@ class AdoptedPods:
 
     def may_delete(self, kind: str) -> bool:
         return kind not in (labels.POD, labels.SECRET)
+
+
+PodSource = OwnPods | AdoptedPods
+
+
+def pod_source(gang: Gang) -> PodSource:
+    return AdoptedPods(gang) if isinstance(gang, CheckpointAdoption) else OwnPods(gang)

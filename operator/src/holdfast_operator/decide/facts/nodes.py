@@ -140,9 +140,7 @@ def _in_window(failures: tuple[NodeFailure, ...], world: World) -> tuple[NodeFai
 
 
 def _nodes_of(world: World) -> dict[Worker, str]:
-    return {
-        m.worker: m.pod.node for m in world.members if m.pod is not None and m.pod.node is not None
-    }
+    return {m.worker: m.node for m in world.members if m.node is not None}
 
 
 @dataclass(frozen=True, slots=True)

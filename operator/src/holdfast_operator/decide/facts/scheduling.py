@@ -268,7 +268,7 @@ def with_scheduling(status: TrainingJobStatus, world: World) -> TrainingJobStatu
     if lost is not None:
         text = f"{describe(world)}. The other pods of the gang keep their nodes, because {lost}"
         return world.with_condition(status, kind, True, Reason.NODES_KEPT, text)
-    placed = all(m.pod is not None and m.pod.node is not None for m in world.members)
+    placed = all(m.node is not None for m in world.members)
     if not (placed and (status.scheduling is not None or status.is_true(kind))):
         return status
     text = "all pods of the gang have nodes"

@@ -154,7 +154,7 @@ def lacks_nodes(world: World) -> bool:
 
 def workers_with_nodes(world: World) -> int:
     """Return the number of members whose pods have nodes that are not lost."""
-    return sum(1 for m in world.members if m.alive and m.pod is not None and m.pod.node is not None)
+    return sum(1 for m in world.members if m.alive and m.node is not None)
 
 
 def fewer_workers(world: World) -> int:
@@ -189,9 +189,7 @@ def resize_obstacle(world: World) -> Note | None:
     A gang that stopped while its store is away could neither save nor restore. Without a store, a gang may
     change until one of its pods has started.
     """
-    begun = readable.recorded_commit(world) is not None or any(
-        m.pod is not None and m.pod.started for m in world.members
-    )
+    begun = readable.recorded_commit(world) is not None or any(p.started for p in world.pods)
     if world.observed.job.spec.store is None and begun:
         return Note(
             Reason.NO_OBJECT_TIER,

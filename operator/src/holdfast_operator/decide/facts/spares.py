@@ -102,7 +102,7 @@ def ready_spares(world: World, status: TrainingJobStatus) -> tuple[MemberState, 
         status: The status whose failures tell which nodes are avoided.
     """
     avoided = () if world.nodes_are_fixed else failed_nodes(world, status)
-    return tuple(s for s in world.spares if _is_ready(world, s) and _node(s) not in avoided)
+    return tuple(s for s in world.spares if _is_ready(world, s) and s.node not in avoided)
 
 
 def choose_spares(
@@ -117,13 +117,11 @@ def choose_spares(
     members = Counter(domain_of(world, m.pod.node) for m in stay if m.pod is not None)
     chosen: dict[Worker, MemberState] = {}
     for worker in replaced:
-        best = min(
-            free, key=lambda s: (members[domain_of(world, _node(s))], s.worker), default=None
-        )
+        best = min(free, key=lambda s: (members[domain_of(world, s.node)], s.worker), default=None)
         if best is None:
             break
         free.remove(best)
-        members[domain_of(world, _node(best))] += 1
+        members[domain_of(world, best.node)] += 1
         chosen[worker] = best
     return chosen
 
@@ -140,10 +138,6 @@ def _is_ready(world: World, spare: MemberState) -> bool:
         return False
     node = world.observed.nodes.get(pod.node or "")
     return node is None or not (node.lost or leaving_taint(pod, node))
-
-
-def _node(spare: MemberState) -> str | None:
-    return None if spare.pod is None else spare.pod.node
 
 
 # --------------------------------------------------------------------------- their pods

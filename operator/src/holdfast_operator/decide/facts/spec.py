@@ -46,7 +46,7 @@ def find_problem(world: World) -> Note | None:
         or _unknown_field(world.observed.job.spec.template)
         or _refused_template(world)
         or _name_problem(world)
-        or _store_problem(world)
+        or store_problem(world)
         or _restore_from_problem(world)
     )
 
@@ -123,7 +123,8 @@ def _name_problem(world: World) -> Note | None:
     return Note(Reason.NAME_TAKEN, text)
 
 
-def _store_problem(world: World) -> Note | None:
+def store_problem(world: World) -> Note | None:
+    """Return why the store of the job cannot be used, or None. A job without a store has no such problem."""
     name = world.observed.job.spec.store
     if name is None:
         return None
@@ -150,7 +151,7 @@ def birth_problem(world: World) -> Note | None:
     refused = template_problem(world.observed.job.spec.template)
     if refused is not None:
         return refused
-    missing = _store_problem(world)
+    missing = store_problem(world)
     if missing is None or world.observed.store is not None:
         return None  # the sidecar retries a store that is not reachable now
     return Note(missing.reason, f"{missing.message}; no pod is created without it")
@@ -277,10 +278,13 @@ def with_spec_applied(status: TrainingJobStatus, world: World) -> TrainingJobSta
         return status
     found = outdated(world)
     reason, problems = Reason.SPEC_APPLIED, list[str]()
-    problem = _template_problem(world)
+    problem = template_problem(world.observed.job.spec.template) or _refused_template(world)
     if problem is not None:
         reason = Reason.INVALID_TEMPLATE
-        problems.append(problem)
+        problems.append(
+            f"no pod can be created from the present template: {problem.message}. Correct spec.template "
+            "before you suspend the job or delete a pod, because no pod would come back"
+        )
     elif found:
         reason = Reason.PODS_DIFFER if _differ(world, found) else Reason.APPLIES_LATER
     problems.extend(_moments(world, found, replaceable=problem is None))
@@ -331,18 +335,3 @@ def _how_to_replace(world: World) -> str:
             "object store the job cannot be suspended"
         )
     return "To replace all pods, set spec.suspend to true, and to false when the job is suspended"
-
-
-def _template_problem(world: World) -> str | None:
-    """Return why no pod can be created from the present template, or None."""
-    template = world.observed.job.spec.template
-    if template is None:
-        return None
-    found = find_misfit(template) or find_breach(template)
-    if found is None and world.observed.template_refusal is None:
-        return None
-    why = str(found or f"the API server refuses it: {world.observed.template_refusal}")
-    return (
-        f"no pod can be created from the present template: {why}. Correct spec.template before you suspend "
-        "the job or delete a pod, because no pod would come back"
-    )

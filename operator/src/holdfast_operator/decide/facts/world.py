@@ -86,6 +86,10 @@ class MemberState:
         return self.sidecar is not None and self.sidecar.reachable is Reachable.YES
 
     @property
+    def node(self) -> str | None:
+        return None if self.pod is None else self.pod.node
+
+    @property
     def inventory(self) -> InventoryView | None:
         return None if self.sidecar is None else self.sidecar.inventory
 

@@ -284,7 +284,7 @@ def _silence_text(world: World, silent: list[MemberState], since: str) -> str:
 
 def _lost_nodes(world: World) -> str:
     """Return which nodes of the gang are lost and what follows, or ""."""
-    lost = {m.worker: m.pod.node for m in world.members if m.pod is not None and m.node_lost}
+    lost = {m.worker: m.node for m in world.members if m.node_lost}
     if not lost:
         return ""
     if readable.lost_can_be_given_up(world, list(lost)):

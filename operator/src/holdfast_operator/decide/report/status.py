@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 from holdfast_core.api import (
-    CheckpointStore,
     GoodputStatus,
     JobCondition,
     JobPhase,
@@ -23,7 +22,7 @@ from holdfast_operator.decide.facts.queue import with_queue
 from holdfast_operator.decide.facts.scheduling import with_scheduling
 from holdfast_operator.decide.facts.sizes import wanted_workers
 from holdfast_operator.decide.facts.spares import with_spares, with_spares_ready
-from holdfast_operator.decide.facts.spec import with_spec_applied
+from holdfast_operator.decide.facts.spec import store_problem, with_spec_applied
 from holdfast_operator.decide.facts.world import Note, World, has_no_gang
 from holdfast_operator.decide.report import conditions, recovery
 from holdfast_operator.decide.report.adoption import with_adoption
@@ -209,29 +208,23 @@ def _with_tier_conditions(status: TrainingJobStatus, world: World) -> TrainingJo
         status = world.with_condition(status, JobCondition.LAST_CHECKPOINT_SUCCEEDED, True, *note)
     if job.spec.store is None:
         return status
-    store = world.observed.store
+    problem, refused = store_problem(world), world.observed.memory.record_refused
+    unprobed = problem is not None and problem.reason == Reason.STORE_NOT_PROBED
     remote = next((f for f in failures if f.tier is TierName.OBJECT), None)
-    hidden = world.observed.cannot_read(CheckpointStore.KIND, job.spec.store)
-    if hidden is not None:
-        text = f"CheckpointStore {job.spec.store} cannot be read: {hidden.problem}"
-        healthy, note = False, Note(Reason.CANNOT_READ, text)
-    elif store is None:
-        text = f"CheckpointStore {job.spec.store} does not exist"
-        healthy, note = False, Note(Reason.STORE_NOT_FOUND, text)
-    elif store.available is False:
-        healthy, note = False, Note(Reason.STORE_UNAVAILABLE, store.message)
-    elif world.observed.memory.record_refused:
+    if problem is not None and not unprobed:
+        healthy, note = False, problem
+    elif refused:
         text = (
-            f"{world.observed.memory.record_refused}. Until it is written, later uploads are not recorded, "
+            f"{refused}. Until it is written, later uploads are not recorded, "
             "old checkpoints stay in the store, and the job does not end"
         )
         healthy, note = False, Note(Reason.CREATE_REFUSED, text)
     elif remote is not None:
         healthy, note = False, Note(remote.reason, _located(world, remote))
-    elif store.available is None:
+    elif unprobed:
         return status
     else:
-        text = f"CheckpointStore {store.name} passed its probe"
+        text = f"CheckpointStore {job.spec.store} passed its probe"
         healthy, note = True, Note(Reason.STORE_HEALTHY, text)
     return world.with_condition(status, JobCondition.REMOTE_TIER_HEALTHY, healthy, *note)
 
