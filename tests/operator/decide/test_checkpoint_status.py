@@ -24,14 +24,22 @@ def true_conditions(status: CheckpointStatus) -> set[str]:
             CheckpointPhase.COMMITTED,
             True,
             True,
-            {"Committed", "Persisted", "Restorable", "Pinned"},
+            {"Committed", "Replicated", "Persisted", "Restorable", "Pinned"},
             id="committed and pinned",
         ),
         pytest.param(
-            CheckpointPhase.COMMITTED, False, False, {"Committed"}, id="not in an object store"
+            CheckpointPhase.COMMITTED,
+            False,
+            False,
+            {"Committed", "Replicated"},
+            id="not in an object store",
         ),
         pytest.param(
-            CheckpointPhase.DELETING, True, False, {"Committed", "Persisted"}, id="being pruned"
+            CheckpointPhase.DELETING,
+            True,
+            False,
+            {"Committed", "Replicated", "Persisted"},
+            id="being pruned",
         ),
     ],
 )

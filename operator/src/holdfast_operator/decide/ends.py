@@ -24,12 +24,7 @@ from holdfast_core.api import Checkpoint, JobCondition, TrainingJobStatus
 from holdfast_core.contract import NODE_DIR, SIDECAR_CONTAINER
 from holdfast_core.ids import Step
 from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.world import (
-    MemberState,
-    Note,
-    World,
-    on_lineage,
-)
+from holdfast_operator.decide.facts.world import MemberState, Note, World, on_lineage
 from holdfast_operator.model.actions import Action, Delete, warning
 from holdfast_operator.model.job import PodPhase, Seen
 from holdfast_operator.model.reasons import Reason

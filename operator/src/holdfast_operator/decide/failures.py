@@ -42,7 +42,6 @@ from holdfast_operator.decide import checkpoints, lifecycle, new_rounds
 from holdfast_operator.decide.facts import evidence, readable, sizes
 from holdfast_operator.decide.facts.evidence import ALL_LOST_SECONDS, CANNOT_START, Failure, Ruling
 from holdfast_operator.decide.facts.nodes import leaving_taint
-from holdfast_operator.decide.facts.readable import is_full
 from holdfast_operator.decide.facts.world import (
     MemberState,
     Note,
@@ -50,7 +49,6 @@ from holdfast_operator.decide.facts.world import (
     again_after,
     restore_point_is_missing,
 )
-from holdfast_operator.decide.lifecycle import drains, may_drain
 from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.conditions import silent_peer
 from holdfast_operator.decide.writes import (
@@ -170,7 +168,7 @@ def _of_member(world: World, member: MemberState) -> Failure | None:
         return replace(failure, confirm_gone=name)
     if member.node_lost:
         return _of_lost_node(world, member, pod)
-    if pod.leaving and may_drain(world, pod):
+    if pod.leaving and lifecycle.may_drain(world, pod):
         return None
     if pod.disrupted or (
         pod.phase is PodPhase.FAILED and pod.reason in _EVICTED and not pod.exceeded_own_limit
@@ -439,7 +437,7 @@ def _gather_seconds(world: World, failures: tuple[Failure, ...]) -> float:
     other pod is left. While another pod still saves and flushes, the round does not begin: it would end
     the flush.
     """
-    if all(KINDS[f.reason].removed for f in failures) and drains(world):
+    if all(KINDS[f.reason].removed for f in failures) and lifecycle.drains(world):
         return DRAIN_POLL_SECONDS
     lost = {f.worker for f in failures if KINDS[f.reason].lost}
     if not lost or not any(m.alive and m.worker not in lost for m in world.members):
@@ -576,7 +574,7 @@ def _end_of_job(world: World, ruling: Ruling) -> Note | None:
         return None
     id_, quarantined = ruling.failed_from, world.status.quarantined
     due = id_ is not None and evidence.is_due(world, evidence.kept_restarts(world), id_)
-    if due and is_full(world.status):
+    if due and readable.is_full(world.status):
         text = (
             f"{len(quarantined)} checkpoints are quarantined, and ranks failed again before they had "
             f"finished a step: {newest}"

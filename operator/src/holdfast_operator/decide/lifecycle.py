@@ -12,7 +12,6 @@ from holdfast_core.messages.schema import GangRequest
 from holdfast_operator.decide.checkpoints import everything_recorded, pending_commit
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.evidence import Failure
-from holdfast_operator.decide.facts.readable import stored
 from holdfast_operator.decide.facts.sizes import may_resize
 from holdfast_operator.decide.facts.world import (
     Note,
@@ -214,7 +213,7 @@ def _unsaved(world: World) -> bool:
 
     For a gang that has stopped, this means that its uploads were abandoned.
     """
-    persisted = stored(world)
+    persisted = readable.stored(world)
     known = [s for s in (world.local_step, readable.recorded_commit(world)) if s is not None]
     return bool(known) and (persisted is None or persisted.step < max(known))
 

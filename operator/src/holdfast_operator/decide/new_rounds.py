@@ -35,22 +35,11 @@ from holdfast_operator.decide.facts.nodes import with_node_failures, workers_to_
 from holdfast_operator.decide.facts.readable import with_missing_restore_point
 from holdfast_operator.decide.facts.spares import with_new_spares, with_promotions
 from holdfast_operator.decide.facts.spec import accepted, find_problem
-from holdfast_operator.decide.facts.world import (
-    MemberState,
-    Note,
-    World,
-    asked_for,
-    stop_requested,
-)
+from holdfast_operator.decide.facts.world import MemberState, Note, World, asked_for, stop_requested
 from holdfast_operator.decide.report.conditions import with_hang
 from holdfast_operator.decide.report.status import with_levels
 from holdfast_operator.decide.round_message import with_expected_failures
-from holdfast_operator.decide.writes import (
-    WAITING_SECONDS,
-    begin_round,
-    with_status_write,
-    written,
-)
+from holdfast_operator.decide.writes import WAITING_SECONDS, begin_round, with_status_write, written
 from holdfast_operator.model.actions import Action, Decision, EmitEvent, EventKind, normal, warning
 from holdfast_operator.model.job import Seen
 from holdfast_operator.model.reasons import Reason

@@ -34,11 +34,6 @@ from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.ids import CheckpointId, Step, ranks_of
 from holdfast_core.messages.schema import UncommittedShard
 from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.readable import (
-    Candidate,
-    missing_ids,
-    quarantined,
-)
 from holdfast_operator.decide.facts.world import MemberState, Note, World, on_lineage
 from holdfast_operator.model.job import Done, Seen
 from holdfast_operator.model.reasons import Reason
@@ -109,7 +104,7 @@ def choose(world: World) -> Choice:
     best = readable.best(world, found, holders)
     newest = _newest_known(world, found)
     if unknown:
-        sure = None if best is None or best.id in missing_ids(world) else best
+        sure = None if best is None or best.id in readable.missing_ids(world) else best
         reason = _reason_to_await_silent(world, answered, sure)
         below = newest is not None and (best is None or best.id.step < newest)
         if reason is not None or (below and not _timed_out(world)):
@@ -171,7 +166,7 @@ _MAY_HAVE_OLDER = "they may have an older checkpoint than the quarantined one"
 
 
 def _reason_to_await_silent(
-    world: World, answered: list[MemberState], best: Candidate | None
+    world: World, answered: list[MemberState], best: readable.Candidate | None
 ) -> str | None:
     """Return why the choice waits without a time limit for survivors that have not answered, or None."""
     if readable.never_trained(world) and best is None:
@@ -197,7 +192,7 @@ def _timed_out(world: World) -> bool:
     return world.seconds_since(max(memory.round_seen_at, answering_since)) >= HOLDERS_SECONDS
 
 
-def _newest_known(world: World, candidates: list[Candidate]) -> Step | None:
+def _newest_known(world: World, candidates: list[readable.Candidate]) -> Step | None:
     """Return the newest step that may have been committed, complete or not, or None.
 
     A manifest alone does not prove a commit, which may have been interrupted before every member had the
@@ -208,7 +203,7 @@ def _newest_known(world: World, candidates: list[Candidate]) -> Step | None:
     return max(steps if committed is None else [*steps, committed], default=None)
 
 
-def _chosen(world: World, best: Candidate, newest: Step | None, unknown: bool) -> Chosen:
+def _chosen(world: World, best: readable.Candidate, newest: Step | None, unknown: bool) -> Chosen:
     point = RestorePointStatus(step=best.id.step, round=best.id.round, manifest=best.manifest)
     text = f"round {world.round} starts from step {best.id.step} of round {best.id.round}"
     if newest is None or best.id.step >= newest:
@@ -241,7 +236,7 @@ def _quarantined_above(world: World, step: Step | None) -> list[CheckpointId]:
     return sorted(
         (
             c
-            for c in quarantined(world)
+            for c in readable.quarantined(world)
             if on_lineage(c, world.status.lineage) and (step is None or c.step > step)
         ),
         reverse=True,
@@ -330,7 +325,7 @@ def _unfinished(world: World, above: Step | None) -> InterruptedCommit | Wait | 
     may_have = sum(readable.may_store_shards(m, world) for m in world.members)
     if not lineage or not listed or silent > may_have:
         return None
-    common = set.intersection(*(set(steps) for steps in listed)) - quarantined(world)
+    common = set.intersection(*(set(steps) for steps in listed)) - readable.quarantined(world)
     of_round = (c for c in common if c.round == lineage[-1].round < world.round)
     newest = max(of_round, default=None)
     if newest is None or (above is not None and newest.step <= above):

@@ -25,7 +25,6 @@ from holdfast_core.contract import NODE_VOLUME
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.evidence import share_of
 from holdfast_operator.decide.facts.nodes import MAX_NODES, failed_nodes
-from holdfast_operator.decide.facts.readable import stored
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.model.job import PodView, Seen
 from holdfast_operator.model.reasons import Reason
@@ -75,7 +74,7 @@ def lost_if_deleted(world: World) -> str | None:
         return readable.lost_with_all_pods(world)
     if point.step is None or point.job_uid is not None:
         return None
-    persisted = stored(world)
+    persisted = readable.stored(world)
     if persisted is not None and persisted.step >= point.step:
         return None
     return f"step {point.step} is committed on the nodes only"

@@ -32,15 +32,8 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.facts import readable, scheduling
-from holdfast_operator.decide.facts.scheduling import waits_for_nodes
 from holdfast_operator.decide.facts.spec import replacement_problem
-from holdfast_operator.decide.facts.world import (
-    Note,
-    World,
-    asked_for,
-    is_over,
-    trains,
-)
+from holdfast_operator.decide.facts.world import Note, World, asked_for, is_over, trains
 from holdfast_operator.model.actions import Delete, DesiredObject
 from holdfast_operator.model.job import Done, Seen, queue_of
 from holdfast_operator.model.reasons import Reason
@@ -147,7 +140,7 @@ def lacks_nodes(world: World) -> bool:
     """
     elastic = elastic_of(world.observed.job)
     since = world.memory.seen_at(Seen.LACKING)
-    if elastic is None or since is None or not waits_for_nodes(world):
+    if elastic is None or since is None or not scheduling.waits_for_nodes(world):
         return False
     return world.seconds_since(since) >= elastic.shrink_after_seconds
 

@@ -33,7 +33,6 @@ from holdfast_operator.decide.facts.nodes import (
     no_node_is_left,
     with_failures_of_window,
 )
-from holdfast_operator.decide.facts.readable import with_released
 from holdfast_operator.decide.facts.world import (
     MemberState,
     Note,
@@ -93,7 +92,7 @@ def with_quarantine(status: TrainingJobStatus, world: World) -> TrainingJobStatu
 
     A job that never quarantined a checkpoint does not get the condition.
     """
-    status = with_released(status, world)
+    status = readable.with_released(status, world)
     kind = JobCondition.QUARANTINED
     reason, text = Reason.RELEASED, "no checkpoint is quarantined"
     if status.quarantined:

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast_core.api import (
-    GoodputStatus,
-    JobCondition,
-    JobPhase,
-    TrainingJobStatus,
-    changed,
-)
+from holdfast_core.api import GoodputStatus, JobCondition, JobPhase, TrainingJobStatus, changed
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure
 from holdfast_operator.decide.facts.nodes import with_leaving_nodes
