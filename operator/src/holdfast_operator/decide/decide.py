@@ -78,7 +78,7 @@ def _in_each_pass(world: World) -> list[Delete | ReleasePod]:
     """Return what is done to pods whichever rule decides, except in a pass that begins a round."""
     observed = world.observed
     deletes: list[Delete | ReleasePod] = []
-    deletes.extend(queue.due(world, is_over=is_over(observed.job.status)))
+    deletes.extend(queue.due(world))
     if observed.placeholders and not observed.unreadable:
         deletes.extend(sizes.unneeded_placeholders(world))
     return deletes

@@ -36,7 +36,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import FailureAction, FailureRule, JobCondition
+from holdfast_core.api import MAX_QUARANTINED, FailureAction, FailureRule, JobCondition
 from holdfast_core.ids import Worker
 from holdfast_operator.decide import checkpoints, lifecycle, new_rounds
 from holdfast_operator.decide.facts import evidence, readable, sizes
@@ -574,7 +574,7 @@ def _end_of_job(world: World, ruling: Ruling) -> Note | None:
         return None
     id_, quarantined = ruling.failed_from, world.status.quarantined
     due = id_ is not None and evidence.is_due(world, evidence.kept_restarts(world), id_)
-    if due and readable.is_full(world.status):
+    if due and len(quarantined) >= MAX_QUARANTINED:
         text = (
             f"{len(quarantined)} checkpoints are quarantined, and ranks failed again before they had "
             f"finished a step: {newest}"

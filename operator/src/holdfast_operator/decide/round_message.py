@@ -25,7 +25,6 @@ from itertools import chain
 
 from holdfast_core.api import (
     Compression,
-    PersistedStep,
     RestorePointStatus,
     TrainingJobStatus,
     changed,
@@ -241,7 +240,9 @@ def _highest_version(world: World) -> int:
 
 def round_message(world: World) -> Round:
     """Return ROUND with its present content and version 0."""
-    status = world.status
+    status, last = world.status, world.last_persisted
+    # A worker without a node gets a domain of its own.
+    domains = tuple(domain_of(world, m.node) or f"?{m.worker}" for m in world.members)
     members = tuple(
         Member(
             worker=m.worker,
@@ -260,13 +261,13 @@ def round_message(world: World) -> Round:
         store_host=store_host(world),
         workers=len(members),
         members=members,
-        copies=place_copies(_domains(world), world.copies),
+        copies=place_copies(domains, world.copies),
         policy=_policy(world),
         pinned=_pinned_steps(world),
         quarantined=tuple(
             RestorePoint(q.step, q.round) for q in with_released(status, world).quarantined
         ),
-        last_persisted=_persisted_message(world.last_persisted),
+        last_persisted=None if last is None else RestorePoint(last.step, last.round, last.manifest),
     )
 
 
@@ -274,10 +275,6 @@ def restore_point_message(view: RestorePointStatus | None) -> RestorePoint:
     if view is None:
         return RestorePoint()
     return RestorePoint(view.step, view.round, view.manifest, view.job_uid, view.job_namespace)
-
-
-def _persisted_message(view: PersistedStep | None) -> RestorePoint | None:
-    return None if view is None else RestorePoint(view.step, view.round, view.manifest)
 
 
 def _policy(world: World) -> Policy:
@@ -306,11 +303,3 @@ def _policy(world: World) -> Policy:
 def _pinned_steps(world: World) -> tuple[Step, ...]:
     pinned = {c.spec.step for c in world.own_checkpoints if c.spec.pin and c.spec.step is not None}
     return tuple(sorted(pinned))
-
-
-def _domains(world: World) -> tuple[str, ...]:
-    """Return the topology domain of each worker.
-
-    A worker without a node gets a domain of its own.
-    """
-    return tuple(domain_of(world, m.node) or f"?{m.worker}" for m in world.members)

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from holdfast_core.api import Gang, JobCondition, TrainingJob, TrainingJobStatus, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import pod_group_name
-from holdfast_operator.decide.facts.world import MemberState, World, has_no_gang
+from holdfast_operator.decide.facts.world import MemberState, World, has_no_gang, is_over
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Action, Delete, ReleasePod
 from holdfast_operator.model.job import PodGroup, PodPhase, PodView, queue_of
@@ -178,27 +178,16 @@ def leaving(pods: Iterable[PodView]) -> list[ReleasePod]:
     ]
 
 
-def ended(pods: Iterable[PodView]) -> list[ReleasePod]:
-    """Return the releases of pods that have ended and stay for their logs, of a job that is over.
-
-    Kueue would otherwise wait for their replacements, and keep the quota of the group until then.
-    """
-    return [
-        ReleasePod(p.name, p.uid, ends_group=True)
-        for p in pods
-        if p.has_kueue_finalizer and p.ended and not p.terminating
-    ]
-
-
-def due(world: World, *, is_over: bool) -> list[ReleasePod]:
+def due(world: World) -> list[ReleasePod]:
     """Return all releases that are due.
 
-    Args:
-        world: The job and its pods.
-        is_over: Whether the job has completed or failed.
+    They include those of pods that have ended and stay for their logs, once the job is over. Kueue would
+    otherwise wait for their replacements, and keep the quota of the group until then.
     """
     pods = world.observed.pods
-    return [*leaving(pods), *(ended(pods) if is_over else ())]
+    ended = [p for p in pods if p.has_kueue_finalizer and p.ended and not p.terminating]
+    over = is_over(world.status)
+    return [*leaving(pods), *(ReleasePod(p.name, p.uid, ends_group=True) for p in ended if over)]
 
 
 # --------------------------------------------------------------------------- the condition

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 
 from holdfast_core.api import (
     MAX_MISSING,
-    MAX_QUARANTINED,
     Checkpoint,
     CheckpointPhase,
     JobCondition,
@@ -64,16 +63,6 @@ def with_released(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     released = world.observed.job.spec.failure_policy.released_steps
     kept = tuple(q for q in status.quarantined if q.step not in released)
     return status if kept == status.quarantined else changed(status, quarantined=kept)
-
-
-def is_full(status: TrainingJobStatus) -> bool:
-    """Return whether no further checkpoint can be quarantined."""
-    return len(status.quarantined) >= MAX_QUARANTINED
-
-
-def restore_point_is_there(world: World) -> bool:
-    """Return whether every worker has its shards of the restore point."""
-    return not world.state.cannot_restore and world.state.restored_from is not None
 
 
 def newest_is_missing(world: World) -> str | None:

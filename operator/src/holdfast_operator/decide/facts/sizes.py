@@ -89,22 +89,14 @@ def describe_refused(refused: int, present: int) -> str:
     )
 
 
-def is_refused(world: World) -> bool:
-    """Return whether the gang has failed with the number of workers that it is to have."""
-    job, status = world.observed.job, world.status
-    return refused_workers(job, status) == wanted_workers(job, status)
-
-
-def is_asked_for(world: World) -> bool:
-    """Return whether the gang is to have another number of workers than it has, and it is not refused."""
-    wanted = wanted_workers(world.observed.job, world.status)
-    return bool(world.members) and wanted != len(world.members) and not is_refused(world)
-
-
 def next_workers(world: World) -> int:
-    """Return the number of workers of a gang that starts again with new pods."""
-    wanted = wanted_workers(world.observed.job, world.status)
-    return len(world.members) if is_refused(world) else wanted
+    """Return the number of workers of a gang that starts again with new pods.
+
+    It is the present number if the gang has failed with the number that it is to have.
+    """
+    job, status = world.observed.job, world.status
+    wanted = wanted_workers(job, status)
+    return len(world.members) if refused_workers(job, status) == wanted else wanted
 
 
 def resized(world: World, workers: int, round_: RestartRound) -> ResizeStatus | None:
@@ -173,7 +165,8 @@ def too_few(world: World) -> str | None:
 
 def may_resize(world: World) -> bool:
     """Return whether the gang is to have another number of workers, and nothing stands in the way."""
-    return is_asked_for(world) and resize_obstacle(world) is None
+    other = bool(world.members) and next_workers(world) != len(world.members)
+    return other and resize_obstacle(world) is None
 
 
 def resize_obstacle(world: World) -> Note | None:

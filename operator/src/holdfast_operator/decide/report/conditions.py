@@ -131,8 +131,9 @@ def with_missing(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """
     kind = JobCondition.CHECKPOINT_MISSING
     present = status.restart_round == world.status.restart_round
+    restored = not world.state.cannot_restore and world.state.restored_from is not None
     found = status.is_true(JobCondition.RUNNING) or (
-        status.completion_time is not None and readable.restore_point_is_there(world)
+        status.completion_time is not None and restored
     )
     if present and status.missing and found:
         status = changed(status, missing=())

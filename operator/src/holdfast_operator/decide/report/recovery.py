@@ -96,22 +96,22 @@ def closed(recovery: RecoveryStatus, state: CoordinatorState, world: World) -> R
         counts = asdict(state.restored_from)
         recovery = changed(recovery, sources={tier: n for tier, n in counts.items() if n})
     before = sum(recovery.phase_seconds.get(phase, 0.0) for phase in ("detect", "back_off"))
-    sealed, scheduled, begin = _milestones(recovery, world.memory)
-    if sealed is None or scheduled is None or begin is None:
+    known = _milestones(recovery, world.memory)
+    if known is None:
         return _closed_by_another(recovery, state, world.now, before)
+    sealed, scheduled, begin = known
     end = max(scheduled, started_training_at(state, world))
     left = end - scheduled
     rehydrate = min(left, times.rehydrate_seconds or 0.0)
     first_step = min(left - rehydrate, times.first_step_seconds or 0.0)
-    return _with_total(
-        recovery.with_phases(
-            seal=_between(begin, sealed),
-            schedule=_between(sealed, scheduled),
-            rehydrate=round(rehydrate, 3),
-            rendezvous=round(max(0.0, left - rehydrate - first_step), 3),
-            first_step=round(first_step, 3),
-        )
+    whole = recovery.with_phases(
+        seal=_between(begin, sealed),
+        schedule=_between(sealed, scheduled),
+        rehydrate=round(rehydrate, 3),
+        rendezvous=round(max(0.0, left - rehydrate - first_step), 3),
+        first_step=round(first_step, 3),
     )
+    return changed(whole, total_seconds=round(sum(whole.phases().values()), 3))
 
 
 def interrupted(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
@@ -123,9 +123,10 @@ def interrupted(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     record = next((r for r in status.recoveries if r.round == memory.round), None)
     if record is None or record.total_seconds is not None or memory.seen_at(Seen.CHOSEN) is None:
         return status
-    sealed, scheduled, begin = _milestones(record, memory)
-    if sealed is None or scheduled is None or begin is None:
+    times = _milestones(record, memory)
+    if times is None:
         return status
+    sealed, scheduled, begin = times
     known = record.with_phases(
         seal=_between(begin, sealed),
         schedule=None if memory.seen_at(Seen.SCHEDULED) is None else _between(sealed, scheduled),
@@ -182,16 +183,14 @@ def _restored(recovery: RecoveryStatus) -> str:
     return f"restored step {recovery.restored_step}" + (f" from {tiers}" if tiers else "")
 
 
-def _milestones(
-    recovery: RecoveryStatus, memory: JobMemory
-) -> tuple[float | None, float | None, float | None]:
+def _milestones(recovery: RecoveryStatus, memory: JobMemory) -> tuple[float, float, float] | None:
     """Return when the survivors were sealed, when the pods had started, and when the round began.
 
-    All three are None if another operator process began the round.
+    None: another operator process began the round.
     """
     begin = None if recovery.round is None else memory.begun.get(recovery.round)
     if memory.round != recovery.round or begin is None:
-        return None, None, None
+        return None
     chosen = memory.seen_at(Seen.CHOSEN) or begin
     # A survivor that never answers is not sealed when the restore point is chosen without it.
     sealed = max(begin, memory.seen_at(Seen.SEALED) or chosen)
@@ -235,10 +234,6 @@ def started_training_at(state: CoordinatorState, world: World) -> float:
     since = max(chosen, memory.seen_at(Seen.SCHEDULED) or chosen)
     took = (times.rendezvous_seconds or 0.0) + (times.first_step_seconds or 0.0)
     return min(now.monotonic, since + took)
-
-
-def _with_total(recovery: RecoveryStatus) -> RecoveryStatus:
-    return changed(recovery, total_seconds=round(sum(recovery.phases().values()), 3))
 
 
 def _between(start: float, end: float) -> float:
