@@ -89,7 +89,7 @@ def pending_commit(world: World) -> PersistedStep | None:
     found = _commit_of(point)
     if point is None or found is None or status.restore_point is None:
         return None
-    if point.job_uid not in (None, world.observed.job.uid):
+    if point.job_uid not in (None, world.job.uid):
         return None
     if last is not None and (found.step, found.round) <= (last.step, last.round):
         return None
@@ -108,8 +108,7 @@ def has_object(world: World, checkpoint: CheckpointId) -> bool:
     An object that cannot be parsed counts, because only this job gives its name. It is neither written nor
     deleted.
     """
-    job = world.observed.job
-    name = checkpoint_name(job.name, job.uid, checkpoint)
+    name = checkpoint_name(world.job.name, world.job.uid, checkpoint)
     if world.observed.cannot_read(Checkpoint.KIND, name) is not None:
         return True
     return any(c.id == checkpoint for c in world.own_checkpoints)
@@ -183,7 +182,7 @@ def record_of(world: World, last: PersistedStep) -> list[Action]:
     """Return the create of the Checkpoint object that records this commit, if it is missing."""
     if has_object(world, last.id):
         return []
-    job = world.observed.job
+    job = world.job
     name = checkpoint_name(job.name, job.uid, last.id)
     status = _with_commit(CheckpointStatus(), world, last, persisted=True, pinned=False)
     return [DesiredObject(render_checkpoint(job, name, last.step, status))]
@@ -198,7 +197,7 @@ def _with_commit(
     pinned: bool,
 ) -> CheckpointStatus:
     """Return the status of a Checkpoint object as the record of this commit."""
-    job, point = world.observed.job, world.state.last_persisted
+    job, point = world.job, world.state.last_persisted
     is_newest = point is not None and (point.step, point.round) == (last.step, last.round)
     status = changed(
         status,
@@ -237,7 +236,7 @@ def _ranks_of(world: World, commit: PersistedStep) -> int | None:
     resize = world.status.resize
     if resize is not None and commit.round < resize.round:
         return None
-    return world.observed.job.spec.procs_per_worker * len(world.members)
+    return world.spec.procs_per_worker * len(world.members)
 
 
 # --------------------------------------------------------------------------- requests
@@ -284,7 +283,7 @@ def _record(world: World, checkpoint: Checkpoint, commit: PersistedStep) -> Desi
         checkpoint.status,
         world,
         commit,
-        persisted=world.observed.job.spec.store is not None,
+        persisted=world.spec.store is not None,
         pinned=checkpoint.spec.pin,
     )
     return DesiredObject(render_change(checkpoint, status, step=commit.step))
@@ -344,7 +343,7 @@ def _fulfilling_commit(
     that step fulfils the request.
     """
     found = world.status.last_persisted
-    if world.observed.job.spec.store is None:
+    if world.spec.store is None:
         found = _commit_of(world.state.last_replicated)
     if found is None:
         return None
@@ -436,7 +435,7 @@ def _retention(world: World) -> list[Action]:
     doomed = [c for _, c in records if c.status.phase is CheckpointPhase.DELETING]
     committed = [(i, c) for i, c in records if c.status.phase is CheckpointPhase.COMMITTED]
     on = sorted({i for i, _ in committed if on_lineage(i, status.lineage)}, reverse=True)
-    kept = set(on[: world.observed.job.spec.checkpoint.retention.keep_last]) | protected
+    kept = set(on[: world.spec.checkpoint.retention.keep_last]) | protected
     kept |= {
         i for i, c in committed if c.spec.pin
     }  # an id may have two objects, one of them pinned

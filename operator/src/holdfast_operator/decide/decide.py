@@ -85,7 +85,7 @@ def _in_each_pass(world: World) -> list[Delete | ReleasePod]:
 
 
 def _decide(world: World) -> Decision:
-    job = world.observed.job
+    job = world.job
     if job.deleting:
         freed = ends.release_all(world, "the job is being deleted")
         return Decision.of(freed, None, "the job is being deleted")

@@ -26,7 +26,7 @@ from holdfast_core.ids import Step
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.world import MemberState, Note, World, on_lineage
 from holdfast_operator.model.actions import Action, Delete, warning
-from holdfast_operator.model.job import PodPhase, Seen
+from holdfast_operator.model.job import Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of
 
@@ -142,7 +142,7 @@ def _obstacle(world: World) -> str | None:
 
     Each member uploads its own shards, and a sidecar that has no ROUND of this round uploads nothing.
     """
-    if world.observed.job.spec.store is None:
+    if world.spec.store is None:
         return "the job has no object store"
     if world.status.restore_point is None:
         return (
@@ -214,7 +214,7 @@ def _of_name(world: World) -> list[Checkpoint]:
 
     Those of a living gang of the other kind are left out: its sidecars may still delete their data.
     """
-    name, other = world.observed.job.name, world.observed.same_name
+    name, other = world.job.name, world.observed.same_name
     theirs = None if other is None else other.uid
     return [
         c
@@ -251,21 +251,17 @@ def after_the_end(world: World, *, kept: bool) -> list[Action]:
     ended = status.completion_time or world.now.utc
     failed_ = status.is_true(JobCondition.FAILED)
     overdue = failed_ or world.now.elapsed_seconds(ended) >= EXIT_GRACE.total_seconds()
-    members = {m.pod.uid for m in world.members if m.pod is not None}
-    actions: list[Action] = []
-    for pod in world.observed.pods:
-        if world.is_ahead(pod):
-            continue
-        if kept and pod.uid in members:
-            continue
-        lost = world.observed.node_lost(pod)
-        running = pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
-        unwanted = pod.uid not in members or (running and overdue) or lost
-        if unwanted and (lost or not pod.terminating):
-            why = "the job is over"
-            actions.append(Delete.pod(pod, why, force=lost))
-    ttl_seconds = world.observed.job.spec.ttl_seconds_after_finished
+    members = {p.uid for p in world.pods}
+    unwanted = [
+        p
+        for p in world.observed.pods
+        if not world.is_ahead(p)
+        and not (kept and p.uid in members)
+        and (p.uid not in members or (overdue and not p.ended) or world.observed.node_lost(p))
+    ]
+    actions: list[Action] = [*world.deletes(unwanted, "the job is over")]
+    ttl_seconds = world.spec.ttl_seconds_after_finished
     if not kept and ttl_seconds is not None and world.now.elapsed_seconds(ended) >= ttl_seconds:
-        job, why = world.observed.job, "ttlSecondsAfterFinished has passed"
+        job, why = world.job, "ttlSecondsAfterFinished has passed"
         actions.append(Delete(job.KIND, job.name, job.uid, why))
     return actions

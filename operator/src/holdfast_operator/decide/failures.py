@@ -339,7 +339,7 @@ def _of_restore(world: World) -> list[Failure]:
 
 def _of_hang(world: World) -> list[Failure]:
     """Return a failure of each worker that the gang waits for, or one of the gang if none is known."""
-    hang, procs = world.state.hang, world.observed.job.spec.procs_per_worker
+    hang, procs = world.state.hang, world.spec.procs_per_worker
     if hang is None or world.status.restore_point is None:
         return []
     late = sorted({Worker(rank // procs) for rank in hang.late})
@@ -488,7 +488,7 @@ def rule_on(world: World, failures: tuple[Failure, ...]) -> Ruling:
         failed_from=evidence.failed_from(world) if _rank_that_failed(failures) else None,
     )
     compared = [f for f in failures if f.disruption] or list(failures)
-    for index, rule in enumerate(world.observed.job.spec.failure_policy.rules):
+    for index, rule in enumerate(world.spec.failure_policy.rules):
         found = [f for f in compared if _matches(rule, f, world)]
         if found:
             note = f"failurePolicy.rules[{index}] applies ({rule.action})"
@@ -567,7 +567,7 @@ def _blamed(ruling: Ruling) -> dict[Worker, Failure]:
 
 def _end_of_job(world: World, ruling: Ruling) -> Note | None:
     """Return why the job fails instead of restarting, or None if it restarts."""
-    newest, policy = ruling.failures[0].message, world.observed.job.spec.failure_policy
+    newest, policy = ruling.failures[0].message, world.spec.failure_policy
     if ruling.action is FailureAction.FAIL_JOB and ruling.matched is not None:
         return Note(Reason.FAILURE_RULE, f"{ruling.note}: {ruling.matched.message}")
     if ruling.ignored:

@@ -42,7 +42,7 @@ def member_actions(world: World) -> list[Action]:
     actions: list[Action] = []
     births: list[MemberState] = []
     unstarted = any(world.awaits_start(m) for m in world.members)
-    # acceptance.birth_problem checks what else a new pod requires.
+    # birth_problem checks what else a new pod requires.
     creatable = world.may_create_pods and birth_problem(world) is None
     if unstarted and creatable:
         births = _births(world)
@@ -52,7 +52,7 @@ def member_actions(world: World) -> list[Action]:
         known = {a.uid for a in actions if isinstance(a, Delete)}
         actions.extend(a for a in outdated_pods(world) if getattr(a, "uid", None) not in known)
     actions.extend(_leaves(world, births))
-    if world.observed.job.spec.template is not None:  # else another controller creates the pods
+    if world.spec.template is not None:  # else another controller creates the pods
         actions.extend(_pods(world, births))
     actions.extend(seals(world))
     actions.extend(delete_obsolete(world))
@@ -81,9 +81,9 @@ def spare_actions(world: World) -> list[Action]:
 
     A refused create makes a pass incomplete. So spares are created every SPARES_EVERY_SECONDS only.
     """
-    if not world.spares or world.observed.job.spec.suspend:
+    if not world.spares or world.spec.suspend:
         return []
-    actions = delete_lost_spares(world)
+    actions: list[Action] = [*delete_lost_spares(world)]
     creatable = birth_problem(world) is None
     if creatable and world.may_replace_pods:
         actions.extend(misplaced_spares(world))
@@ -148,23 +148,16 @@ def _leaves(world: World, births: list[MemberState]) -> list[DesiredObject]:
         if secret in needed:
             needed[secret].append(world.source.identity(member.worker, world.round))
     # The names for adopted pods are fixed by the status, which the admission policy reads.
-    job = world.observed.job
-    fixed = job.spec.template is None
+    fixed = world.spec.template is None
     return [
-        DesiredObject(render_certificates(job, s), tuple(pods), fixed or world.is_mounted(s))
+        DesiredObject(render_certificates(world.job, s), tuple(pods), fixed or world.is_mounted(s))
         for s, pods in needed.items()
     ]
 
 
-def delete_obsolete(world: World) -> list[Action]:
-    """Return deletes of the pods that are not members, by force on a lost node, which cannot confirm them."""
-    actions: list[Action] = []
-    for pod in world.obsolete_pods:
-        lost = world.observed.node_lost(pod)
-        if lost or not pod.terminating:
-            why = f"it is not a pod of round {world.round}"
-            actions.append(Delete.pod(pod, why, force=lost))
-    return actions
+def delete_obsolete(world: World) -> list[Delete]:
+    """Return deletes of the pods that are not members."""
+    return world.deletes(world.obsolete_pods, f"it is not a pod of round {world.round}")
 
 
 def delete_old_certificates(world: World) -> list[Action]:

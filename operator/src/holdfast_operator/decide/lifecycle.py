@@ -60,14 +60,14 @@ def deadline_passed(world: World) -> Note | None:
     """Return the reason for failure if activeDeadlineSeconds has passed, else None."""
     if seconds_to_deadline(world) > 0:
         return None
-    seconds = world.observed.job.spec.active_deadline_seconds
+    seconds = world.spec.active_deadline_seconds
     return Note(Reason.DEADLINE_EXCEEDED, f"activeDeadlineSeconds {seconds} has passed")
 
 
 def seconds_to_deadline(world: World) -> float:
     """Return the time until activeDeadlineSeconds have passed; infinite without a deadline or a start."""
     start = world.status.start_time
-    seconds = world.observed.job.spec.active_deadline_seconds
+    seconds = world.spec.active_deadline_seconds
     if seconds is None or start is None:
         return math.inf
     return seconds - world.now.elapsed_seconds(start)
@@ -102,7 +102,7 @@ def completed(world: World) -> TrainingJobStatus | None:
 
 def suspended(world: World) -> TrainingJobStatus:
     """Return the status of a suspended job."""
-    store, last = world.observed.job.spec.store, world.status.last_persisted
+    store, last = world.spec.store, world.status.last_persisted
     kept = "no committed step would be lost with the pods"
     if store is not None and last is not None:
         kept = (
@@ -122,7 +122,7 @@ def may_suspend_now(world: World) -> bool:
     """
     if world.status.restart_round is None:
         return True
-    stored = world.observed.job.spec.store is not None
+    stored = world.spec.store is not None
     if stored and (trains(world) or pending_commit(world) is not None):
         return False
     return readable.lost_with_all_pods(world) is None
@@ -142,9 +142,8 @@ def must_withdraw(world: World) -> bool:
 
 def withdrawn(world: World) -> TrainingJobStatus:
     """Return the status that withdraws a suspension before a pod was deleted. The round continues."""
-    job = world.observed.job
     note = suspend_note(world)
-    if job.spec.store is not None:
+    if world.spec.store is not None:
         # The gang may have been asked to stop before it was suspended: this reason records it.
         note = note._replace(reason=Reason.STOPPING)
     status = changed(world.status, start_time=world.now.utc)
@@ -157,7 +156,7 @@ def suspend_note(world: World) -> Note:
     The gang is asked to stop exactly if the reason is STOPPING.
     """
     lost = readable.lost_with_all_pods(world)
-    if world.observed.job.spec.store is None:
+    if world.spec.store is None:
         return Note(
             Reason.NO_OBJECT_TIER,
             (
@@ -192,7 +191,7 @@ def stopped_for_nothing(world: World) -> tuple[Failure, ...]:
     """
     if not stop_requested(world.status) or not _stopped(world):
         return ()
-    if not world.observed.job.spec.suspend and not may_resize(world):
+    if not world.spec.suspend and not may_resize(world):
         text = "the gang was asked to stop, and this is no longer wanted"
         if asked_for(world.status, JobCondition.SUSPENDED):
             text = "the gang stopped for a suspension, and spec.suspend is false again"
@@ -220,25 +219,22 @@ def _unsaved(world: World) -> bool:
 
 def must_stop(world: World) -> bool:
     """Return whether the gang trains and has to save and stop, for a suspension or a resize."""
-    spec = world.observed.job.spec
+    spec = world.spec
     wanted = spec.store is not None if spec.suspend else may_resize(world)
     return wanted and trains(world)
 
 
 def request_stop(world: World, *, job_is_over: bool = False) -> list[Action]:
     """Return the request to save and stop for the coordinator, if its pod has an address."""
-    token = "end" if job_is_over else f"suspend-{world.observed.job.generation}"
+    token = "end" if job_is_over else f"suspend-{world.job.generation}"
     path = CallPath.END if job_is_over else CallPath.STOP
     return [*world.call_coordinator(path, GangRequest(world.round, token))]
 
 
-def delete_all_pods(world: World) -> list[Action]:
+def delete_all_pods(world: World) -> list[Delete]:
     """Return deletes of all pods, except those of a round above the status."""
-    return [
-        Delete.pod(p, "the job is suspended", force=world.observed.node_lost(p))
-        for p in world.observed.pods
-        if (not p.terminating or world.observed.node_lost(p)) and not world.is_ahead(p)
-    ]
+    pods = (p for p in world.observed.pods if not world.is_ahead(p))
+    return world.deletes(pods, "the job is suspended")
 
 
 KUBELET_SECONDS = 10.0

@@ -186,7 +186,7 @@ def _resized(
 
     The newest committed step must be in the object store, if there is one.
     """
-    elastic = sizes.elastic_record(world.observed.job, workers)
+    elastic = sizes.elastic_record(world.job, workers)
     status = _with_new_pods(world, workers, note, resize=record, elastic=elastic, scheduling=None)
     status = _with_recovery(status, world, note)
     return world.with_condition(status, JobCondition.RESIZING, True, *note)
@@ -207,7 +207,7 @@ save and a restart."""
 
 
 def first_round(world: World) -> Decision:
-    job = world.observed.job
+    job = world.job
     problem = find_problem(world)
     status = accepted(world, problem)
     if problem is not None:
@@ -258,7 +258,7 @@ def go_back(world: World, failure: Failure) -> Decision:
     old, present, round_ = world.status.resize, len(world.members), world.next_round
     assert old is not None
     before = old.from_workers or present
-    wanted = world.observed.job.spec.workers
+    wanted = world.spec.workers
     record = ResizeStatus(round=round_, refused_workers=present, refused_of_workers=wanted)
     text = f"{sizes.describe_refused(present, before)}. The failure: {failure.message}"
     note = Note(Reason.RESIZE_FAILED, text)
@@ -270,7 +270,7 @@ def go_back(world: World, failure: Failure) -> Decision:
 
 def resize_gang(world: World) -> Decision | None:
     """Return the decision that begins the round with the new number of workers, or None if it is not due."""
-    if world.observed.job.spec.suspend or not sizes.may_resize(world):
+    if world.spec.suspend or not sizes.may_resize(world):
         return None
     asked = stop_requested(world.status)
     if not (asked and lifecycle.stopped_and_saved(world)):
@@ -278,7 +278,7 @@ def resize_gang(world: World) -> Decision | None:
         if at_work or lifecycle.drains(world) or not lifecycle.may_suspend_now(world):
             return None
     workers = sizes.next_workers(world)
-    job, had = world.observed.job, f"the gang had {len(world.members)} workers"
+    job, had = world.job, f"the gang had {len(world.members)} workers"
     note = Note(Reason.RESIZED, f"spec.workers is {workers}, and {had}")
     if sizes.is_growing(job, world.status):
         note = Note(Reason.GROWN, f"there are nodes for {workers} workers, and {had}")
@@ -295,13 +295,12 @@ def shrink_gang(world: World) -> Decision | None:
 
     All pods of the round are new, as after a resize. No committed step is lost with the old ones.
     """
-    job = world.observed.job
-    if job.spec.suspend or not sizes.lacks_nodes(world):
+    if world.spec.suspend or not sizes.lacks_nodes(world):
         return None
     if sizes.shrink_obstacle(world) is not None:
         return None
     workers = sizes.fewer_workers(world)
-    text = f"{scheduling.describe(world)}. The gang continues with {workers} of {job.spec.workers} workers"
+    text = f"{scheduling.describe(world)}. The gang continues with {workers} of {world.spec.workers} workers"
     note = Note(Reason.SHRUNK, text)
     round_ = world.next_round
     status = _resized(world, workers, sizes.resized(world, workers, round_), note)
@@ -315,7 +314,7 @@ def grow_gang(world: World) -> Decision | None:
 
     The status records the number. Then the gang is resized as after a change of spec.workers.
     """
-    job, present = world.observed.job, len(world.members)
+    job, present = world.job, len(world.members)
     found = len(world.placeholders_with_nodes)
     if not found or not sizes.may_grow(world):
         return None
@@ -337,7 +336,7 @@ def replace_late_pods(world: World) -> Decision | None:
     status = scheduling.with_late_nodes(world)
     if status is world.status:
         return None
-    limit = world.observed.job.spec.start_timeout_seconds
+    limit = world.spec.start_timeout_seconds
     known = {f.node for f in world.status.node_failures if f.by_rule}
     avoided = [f.node for f in status.node_failures if f.by_rule and f.node not in known]
     text = scheduling.describe_late(world, limit) or ""
@@ -352,7 +351,7 @@ def _give_back(world: World) -> Decision:
     All pods of the present round, which could not all be scheduled, are deleted.
     """
     round_, at, why = world.next_round, scheduling.next_try(world), scheduling.describe(world)
-    seconds = world.observed.job.spec.schedule_timeout_seconds
+    seconds = world.spec.schedule_timeout_seconds
     text = (
         f"{why}. After {seconds} s all pods of the gang are deleted. "
         f"Round {round_} creates them again at {stamp(at)}"

@@ -245,8 +245,7 @@ def _quarantined_above(world: World, step: Step | None) -> list[CheckpointId]:
 
 def _from_spec(world: World, unfinished: Step | None) -> Choice:
     """Choose the start of a job that has no committed step: spec.restoreFrom, or no checkpoint at all."""
-    job = world.observed.job
-    name = job.spec.source_checkpoint
+    name = world.spec.source_checkpoint
     if name is None:
         beginning = RestorePointStatus()
         text = f"round {world.round} starts without a checkpoint"
@@ -271,7 +270,7 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
         round=id_.round,
         manifest=source.status.manifest,
         job_uid=source.status.job_uid,
-        job_namespace=source.status.job_namespace or job.namespace,
+        job_namespace=source.status.job_namespace or world.job.namespace,
     )
     text = f"round {world.round} starts from Checkpoint {name}, step {id_.step}"
     return Chosen(point, Reason.RESTORE_POINT_CHOSEN, text)
@@ -345,7 +344,7 @@ def _unfinished(world: World, above: Step | None) -> InterruptedCommit | Wait | 
 def _steps(member: MemberState, world: World) -> Iterator[tuple[CheckpointId, Saved]]:
     """Yield the steps of which the member has one shard of each of its ranks."""
     inventory = member.inventory
-    per_worker = world.observed.job.spec.procs_per_worker
+    per_worker = world.spec.procs_per_worker
     size = per_worker * len(world.members)
     own = list(ranks_of(member.worker, per_worker))
     by_step: dict[CheckpointId, list[UncommittedShard]] = {}
@@ -359,7 +358,7 @@ def _steps(member: MemberState, world: World) -> Iterator[tuple[CheckpointId, Sa
 
 def _manifest(world: World, checkpoint: CheckpointId, saved: list[Saved]) -> str:
     """Return the manifest that the coordinator of that round would have built."""
-    job = world.observed.job
+    job = world.job
     return manifest_document(
         JobIdentity(job.namespace, job.name, job.uid),
         checkpoint,

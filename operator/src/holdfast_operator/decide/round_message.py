@@ -111,7 +111,7 @@ def _candidates(
 
 def timing(world: World) -> Timing | None:
     """Return the interval of this round as a time, or None if it is a number of steps."""
-    interval = world.observed.job.spec.checkpoint.interval
+    interval = world.spec.checkpoint.interval
     if interval.steps is not None:
         return None
     expected = world.status.expected_mtbf_seconds
@@ -121,7 +121,7 @@ def timing(world: World) -> Timing | None:
 
 def with_expected_failures(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status of a round that begins, with the mean time between failures that it expects."""
-    interval = world.observed.job.spec.checkpoint.interval
+    interval = world.spec.checkpoint.interval
     if not interval.auto:
         return changed(status, expected_mtbf_seconds=None)
     trained = 0.0 if status.goodput is None else status.goodput.training_seconds
@@ -278,7 +278,7 @@ def restore_point_message(view: RestorePointStatus | None) -> RestorePoint:
 
 
 def _policy(world: World) -> Policy:
-    spec = world.observed.job.spec
+    spec = world.spec
     checkpoint, object_ = spec.checkpoint, spec.checkpoint.object
     hangs, stragglers = spec.failure_policy.hangs, spec.failure_policy.stragglers
     return Policy(
@@ -296,7 +296,7 @@ def _policy(world: World) -> Policy:
         hang_factor=hang_factor(world.status),
         straggler_factor=stragglers.effective_factor,
         straggler_steps=stragglers.effective_steps,
-        shrinks=elastic_of(world.observed.job) is not None,
+        shrinks=elastic_of(world.job) is not None,
     )
 
 

@@ -52,7 +52,6 @@ from holdfast_operator.model.actions import (
     ChooseRestorePoint,
     CommitPersisted,
     Decision,
-    Delete,
     EmitEvent,
     EventKind,
     WriteStatus,
@@ -107,7 +106,7 @@ def choose(world: World) -> Decision:
     status = refresh(world, status, Note(choice.reason, choice.message))
     kind = EventKind.NORMAL if choice.reason is Reason.RESTORE_POINT_CHOSEN else EventKind.WARNING
     actions = [
-        ChooseRestorePoint(world.observed.job.resource_version, status),
+        ChooseRestorePoint(world.job.resource_version, status),
         EmitEvent(kind, choice.reason, choice.message),
     ]
     remember_write(world)
@@ -172,7 +171,6 @@ def run(world: World) -> Decision:
     if gang.awaits_coordinator(world):
         text = "the coordinator has not answered this operator process yet"
         return Decision.of((), STARTING_SECONDS, text)
-    job = world.observed.job
     running = world.state.running
     actions = gang.member_actions(world)
     rounds = round_message.round_actions(world)
@@ -197,7 +195,7 @@ def run(world: World) -> Decision:
     note = None
     if not running:
         note = _refused(world) or _missing(world) or _pod_trouble(world)
-    if note is None and not running and not job.status.is_true(JobCondition.RUNNING):
+    if note is None and not running and not world.job.status.is_true(JobCondition.RUNNING):
         note = Note(Reason.STARTING, f"round {world.round}: ranks restore and rendezvous")
     if commit is None:
         return with_status_write(world, actions, note, requeue)
@@ -218,7 +216,7 @@ def _departing(world: World) -> list[Action]:
         return []
     text = f"{leaves} is deleted, because the node will be taken away: the gang saves, and the worker moves"
     return [
-        Delete.pod(leaves.pod, "its node will be taken away"),
+        *world.deletes([leaves.pod], "its node will be taken away"),
         normal(Reason.NODE_LEAVING, text),
     ]
 
@@ -259,7 +257,7 @@ def _pod_trouble(world: World) -> Note | None:
         pod = member.pod
         if pod is not None and pod.phase is PodPhase.PENDING and pod.node is None:
             text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
-            text += scheduling.claim_of(world.observed.job, pod)
+            text += scheduling.claim_of(world.job, pod)
             return Note(Reason.WAITING_FOR_PODS, text)
     return None
 
@@ -270,7 +268,7 @@ def over(world: World) -> Decision:
     A commit gets its Checkpoint object before the status records it. So an object that a user deletes after
     the end is not created again. The create is repeated only while it fails.
     """
-    job, status = world.observed.job, world.status
+    job, status = world.job, world.status
     commit = checkpoints.pending_commit(world)
     if commit is not None:
         record = checkpoints.record_of(world, commit)
@@ -307,15 +305,14 @@ def over(world: World) -> Decision:
 
 
 def suspended(world: World) -> Decision:
-    job = world.observed.job
-    status = job.status
+    status = world.job.status
     if not status.is_true(JobCondition.SUSPENDED):
         status = recovery.interrupted(lifecycle.suspended(world), world)
         return written(world, status, [], "the job is suspended without a save")
     if lifecycle.must_withdraw(world):
         status = lifecycle.withdrawn(world)
         return written(world, status, [], "the suspension is withdrawn")
-    if job.spec.suspend:
+    if world.spec.suspend:
         acted = None if world.coordinator is None else world.coordinator.version
         freed = ends.release_all(world, "the job is suspended")
         actions = (*lifecycle.delete_all_pods(world), *freed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast_core.api import JobCondition, PersistedStep, TrainingJobStatus, changed
@@ -32,13 +33,13 @@ WAITING_SECONDS = 10.0
 
 
 def with_status_write(
-    world: World, actions: list[Action], note: Note | None, requeue_seconds: float
+    world: World, actions: Sequence[Action], note: Note | None, requeue_seconds: float
 ) -> Decision:
     """Return a decision with these actions, overdue releases of Checkpoints and, if due, a status write.
 
     `note` is the reason and message of condition Running=False. A replaced coordinator makes a write due.
     """
-    job = world.observed.job
+    job = world.job
     actions = [*actions, *ends.overdue(world)]
     status = _with_suspend_note(world, job.status)
     status = accepted(world.with_status(status), None)
@@ -59,24 +60,25 @@ def _refreshed(status: TrainingJobStatus, world: World, note: Note | None) -> Tr
     return with_missing_workers(status, world)
 
 
-def written(world: World, status: TrainingJobStatus, others: list[Action], reason: str) -> Decision:
+def written(
+    world: World, status: TrainingJobStatus, others: Sequence[Action], reason: str
+) -> Decision:
     """Return a decision with a status write and these other actions (Events)."""
     status = with_silence(refresh(world, status), world)
     remember_write(world)
-    write = WriteStatus(world.observed.job.resource_version, status)
+    write = WriteStatus(world.job.resource_version, status)
     return Decision.of((write, *others), 0.0, reason, _acted(world))
 
 
 def committed(
-    world: World, commit: PersistedStep, actions: list[Action], note: Note | None
+    world: World, commit: PersistedStep, actions: Sequence[Action], note: Note | None
 ) -> Decision:
     """Return a decision that commits in the object tier and then takes these actions."""
-    job = world.observed.job
-    status = changed(job.status, last_persisted=commit)
+    status = changed(world.job.status, last_persisted=commit)
     status = _refreshed(_with_suspend_note(world, status), world, note)
     remember_write(world)
     event = persisted(commit)
-    write = CommitPersisted(job.resource_version, status)
+    write = CommitPersisted(world.job.resource_version, status)
     return Decision.of((write, *actions, event), 0.0, event.message, _acted(world))
 
 
@@ -101,7 +103,7 @@ def begin_round(
         begun = {**world.memory.begun, status.restart_round: world.now.monotonic}
         world.remember(begun=begun)
     remember_write(world)
-    action = BeginRound(world.observed.job.resource_version, status, gone)
+    action = BeginRound(world.job.resource_version, status, gone)
     return Decision.of((action, event), 0.0, event.message)
 
 
@@ -124,14 +126,13 @@ def _with_suspend_note(world: World, status: TrainingJobStatus) -> TrainingJobSt
 
     A job that was never asked to suspend does not get the condition.
     """
-    job = world.observed.job
-    if not job.spec.suspend:
+    if not world.spec.suspend:
         if status.condition(JobCondition.SUSPENDED) is None:
             return status
         note = Note(Reason.NOT_SUSPENDED, "spec.suspend is false")
     else:
         note = lifecycle.suspend_note(world)
-    if asked_for(job.status, JobCondition.SUSPENDED):
+    if asked_for(world.job.status, JobCondition.SUSPENDED):
         note = note._replace(reason=Reason.STOPPING)
     return world.with_condition(status, JobCondition.SUSPENDED, False, *note)
 

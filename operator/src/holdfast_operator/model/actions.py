@@ -23,7 +23,7 @@ from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.operator import Round
 from holdfast_core.messages.schema import FinishCommit, GangRequest, Prune, Seal
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import JobMemory, PodView
+from holdfast_operator.model.job import JobMemory
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,6 @@ class Delete:
     data: Call | None = None
     """Call to the coordinator that deletes the data of a Checkpoint in the object store. The object is
     deleted when its reply confirms that."""
-
-    @classmethod
-    def pod(cls, pod: PodView, reason: str, *, force: bool = False) -> Delete:
-        return cls(labels.POD, pod.name, pod.uid, reason, force)
 
 
 @dataclass(frozen=True, slots=True)

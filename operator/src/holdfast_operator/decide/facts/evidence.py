@@ -128,7 +128,7 @@ def kept_restarts(world: World) -> tuple[RestartRecord, ...]:
     bases = set(world.status.quarantined)
     if point is not None and point.id is not None:
         bases.add(point.id)
-    window = world.observed.job.spec.failure_policy.window_length
+    window = world.spec.failure_policy.window_length
     saved_in = _round_of_newest_commit(world)
     return tuple(
         r
@@ -145,7 +145,7 @@ def counted(records: Iterable[RestartRecord], world: World) -> tuple[RestartReco
     They are those within failurePolicy.window, and all since the newest committed step was saved. With the
     window alone, a gang that fails slowly, or waits long before each restart, would restart for ever.
     """
-    window = world.observed.job.spec.failure_policy.window_length
+    window = world.spec.failure_policy.window_length
     saved_in = _round_of_newest_commit(world)
     return tuple(
         r
@@ -187,7 +187,7 @@ def with_restart(
 def budget_spent(world: World) -> bool:
     """Return whether one more restart that counts would exceed failurePolicy.maxRestarts."""
     restarts = len(counted(world.status.recent_restarts, world))
-    return restarts >= world.observed.job.spec.failure_policy.max_restarts
+    return restarts >= world.spec.failure_policy.max_restarts
 
 
 def delay_seconds(world: World) -> float:
@@ -216,7 +216,7 @@ def share_of(world: World) -> float:
     Jobs that fail together, for example because their store does not answer, get different numbers, so they
     do not restart together. A random number would change with each pass and each restart of the operator.
     """
-    seed = f"{world.observed.job.uid}/{world.round}".encode()
+    seed = f"{world.job.uid}/{world.round}".encode()
     return int.from_bytes(blake3(seed).digest(length=4), "big") / 2**32
 
 
@@ -257,7 +257,7 @@ def with_evidence(
 
 def is_due(world: World, earlier: tuple[RestartRecord, ...], failed_from: CheckpointId) -> bool:
     """Return whether one more failure than the `earlier` ones quarantines this checkpoint."""
-    policy = world.observed.job.spec.failure_policy
+    policy = world.spec.failure_policy
     counts = _counts(world, earlier)
     counts[failed_from] += 1
     if counts[failed_from] < policy.quarantine_after or _is_elsewhere(world, counts):
@@ -277,7 +277,7 @@ def _counts(world: World, records: Iterable[RestartRecord]) -> Counter[Checkpoin
 
 def _is_elsewhere(world: World, counts: Counter[CheckpointId]) -> bool:
     """Return whether gangs failed so often from several checkpoints that none of them is the cause."""
-    after = world.observed.job.spec.failure_policy.quarantine_after
+    after = world.spec.failure_policy.quarantine_after
     return sum(n >= after for n in counts.values()) > 1
 
 

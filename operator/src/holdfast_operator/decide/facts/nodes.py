@@ -53,7 +53,7 @@ from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.evidence import Ruling
 from holdfast_operator.decide.facts.spec import replacement_problem
 from holdfast_operator.decide.facts.world import MemberState, Note, World
-from holdfast_operator.model.actions import Action, Delete
+from holdfast_operator.model.actions import Delete
 from holdfast_operator.model.job import NodeView, PodView, Seen, tolerated_taints
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template import pod_spec
@@ -68,7 +68,7 @@ MAX_NODES = 32
 
 def failed_nodes(world: World, status: TrainingJobStatus) -> tuple[str, ...]:
     """Return the nodes that new pods avoid because of the failures in this status, the newest first."""
-    policy = world.observed.job.spec.failure_policy.avoid_nodes
+    policy = world.spec.failure_policy.avoid_nodes
     counts = Counter(f.node for f in status.node_failures)
     newest = dict.fromkeys(f.node for f in reversed(status.node_failures))
     ruled = {f.node for f in status.node_failures if f.by_rule}
@@ -135,7 +135,7 @@ def no_node_is_left(world: World) -> bool:
 
 
 def _in_window(failures: tuple[NodeFailure, ...], world: World) -> tuple[NodeFailure, ...]:
-    policy = world.observed.job.spec.failure_policy.avoid_nodes or AvoidNodesSpec()
+    policy = world.spec.failure_policy.avoid_nodes or AvoidNodesSpec()
     return tuple(f for f in failures if world.now.is_within(policy.window_length, f.at))
 
 
@@ -175,17 +175,16 @@ def leaving_taint(pod: PodView, node: NodeView) -> str | None:
 
 def why_pods_stay(world: World) -> str | None:
     """Return why the operator deletes no pod on a node that leaves, or None if it does."""
-    job = world.observed.job
-    if job.spec.template is None:
+    if world.spec.template is None:
         return "another controller creates the pods"
     if world.nodes_are_fixed:
         return "the template sets spec.nodeName, so that a new pod would get the same node"
-    if world.copies == 0 and job.spec.store is None:
+    if world.copies == 0 and world.spec.store is None:
         return (
             "no other pod has copies of its shards, and the job has no object store, so that its last step "
             "would be lost"
         )
-    return _fails_the_job(job.spec.failure_policy.rules)
+    return _fails_the_job(world.spec.failure_policy.rules)
 
 
 def _fails_the_job(rules: Sequence[FailureRule]) -> str | None:
@@ -211,7 +210,7 @@ def next_departure(world: World) -> Departure | None:
         and all(m.alive and m.pod is not None and m.pod.ready for m in world.members)
         and not any(p.leaving for p in world.pods)
     )
-    if not trains or world.observed.job.spec.suspend or why_pods_stay(world) is not None:
+    if not trains or world.spec.suspend or why_pods_stay(world) is not None:
         return None
     return next(iter(departures(world)), None)
 
@@ -258,23 +257,16 @@ def avoided_for_failures(world: World) -> tuple[str, ...]:
     return () if world.nodes_are_fixed else tuple(sorted(failed_nodes(world, world.status)))
 
 
-def misplaced_pods(world: World) -> list[Action]:
+def misplaced_pods(world: World) -> list[Delete]:
     """Return deletes of pods that a later pass creates again, because a new pod may get a better node."""
-    return [
-        Delete.pod(pod, MISPLACED, force=member.node_lost)
-        for member, pod in _waiting(world)
-        if _is_misplaced(world, member, pod)
-    ]
+    return world.deletes((p for m, p in _waiting(world) if _is_misplaced(world, m, p)), MISPLACED)
 
 
-def misplaced_spares(world: World) -> list[Action]:
+def misplaced_spares(world: World) -> list[Delete]:
     """Return deletes of spares that have not started and may get a better node."""
-    return [
-        Delete.pod(spare.pod, MISPLACED, force=spare.node_lost)
-        for spare in world.spares
-        if spare.pod is not None and not spare.pod.started and not spare.node_lost
-        if _is_misplaced(world, spare, spare.pod)
-    ]
+    waiting = ((s, s.pod) for s in world.spares if s.pod is not None and not s.node_lost)
+    pods = (p for s, p in waiting if not p.started and _is_misplaced(world, s, p))
+    return world.deletes(pods, MISPLACED)
 
 
 def waiting_note(world: World) -> Note | None:
@@ -313,7 +305,7 @@ def _note_of_lost_node(world: World, member: MemberState, pod: PodView) -> Note:
     problem = replacement_problem(world)
     if world.fixed_node == pod.node:
         return Note(Reason.NODE_NAME_UNUSABLE, f"{text}. {world.fixed_node_advice}")
-    if world.observed.job.spec.template is None:
+    if world.spec.template is None:
         then = "The pod stays until the node is back or its own controller replaces it"
     elif not world.may_create_pods:
         then = "The pod stays, because no pod is created while spec.suspend is true"
@@ -360,7 +352,7 @@ def _open_nodes(world: World) -> list[str]:
     These are the nodes without a taint for lost nodes, and those whose taints the template or a pod of the
     job tolerates. An admission plug-in may add tolerations that the template does not have.
     """
-    tolerated = tolerated_taints(pod_spec(world.observed.job)).union(
+    tolerated = tolerated_taints(pod_spec(world.job)).union(
         *(pod.tolerated for pod in world.observed.pods)
     )
     return [node.name for node in world.observed.lost_nodes if node.taints <= tolerated]
@@ -371,5 +363,5 @@ def domain_of(world: World, node_name: str | None) -> str | None:
     if node_name is None:
         return None
     node = world.observed.nodes.get(node_name)
-    label = None if node is None else node.labels.get(world.observed.job.spec.peer.topology_key)
+    label = None if node is None else node.labels.get(world.spec.peer.topology_key)
     return label if label is not None else node_name

@@ -25,14 +25,14 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import pod_group_name
 from holdfast_operator.decide.facts.world import MemberState, World, has_no_gang, is_over
 from holdfast_operator.model import labels
-from holdfast_operator.model.actions import Action, Delete, ReleasePod
+from holdfast_operator.model.actions import Delete, ReleasePod
 from holdfast_operator.model.job import PodGroup, PodPhase, PodView, queue_of
 from holdfast_operator.model.reasons import Reason
 
 
 def present_group(world: World) -> PodGroup | None:
     """Return the group that new pods of the present round join. None: the pods are in no queue."""
-    job = world.observed.job
+    job = world.job
     if not isinstance(job, TrainingJob):
         return None  # the controller of adopted pods, or Kueue itself, groups them
     for member in world.members:
@@ -83,19 +83,16 @@ def counts(pod: PodView) -> bool:
     return pod.phase is not PodPhase.FAILED and not (pod.terminating and pod.node is None)
 
 
-def strays(world: World) -> list[Action]:
+def strays(world: World) -> list[Delete]:
     """Return deletes of pods that have not started and are not in the present group, or in another queue.
 
     The priority class is not compared, because Kueue's webhook may add a default one.
     """
-    if not isinstance(world.observed.job, TrainingJob):
+    if not isinstance(world.job, TrainingJob):
         return []
-    group = present_group(world)
-    return [
-        Delete.pod(pod, "it is not in the present pod group")
-        for member, pod in _waiting(world)
-        if not pod.terminating and not member.node_lost and _key(pod.group) != _key(group)
-    ]
+    key = _key(present_group(world))
+    waiting = (p for m, p in _waiting(world) if not m.node_lost and _key(p.group) != key)
+    return world.deletes(waiting, "it is not in the present pod group")
 
 
 def waits(world: World) -> tuple[PodView, ...]:
@@ -112,7 +109,7 @@ def waits_as_a_whole(world: World) -> bool:
 def describe_wait(world: World) -> str:
     """Describe what the gated pods of the gang wait for, and where to look."""
     waiting = waits(world)
-    group, namespace = waiting[0].group, world.observed.job.namespace
+    group, namespace = waiting[0].group, world.job.namespace
     text = f"{len(waiting)} of {len(world.members)} pods wait until Kueue admits them"
     if group is None:
         return (
@@ -128,9 +125,9 @@ def describe_wait(world: World) -> str:
 
 def describe_change(world: World) -> str | None:
     """Describe labels of the job that its pods cannot follow, or return None if they agree."""
-    if next(iter(_pods(world)), None) is None or not isinstance(world.observed.job, TrainingJob):
+    if next(iter(_pods(world)), None) is None or not isinstance(world.job, TrainingJob):
         return None
-    job, group = world.observed.job, present_group(world)
+    job, group = world.job, present_group(world)
     wanted = wanted_group(job, len(world.members), world.round)
     if group is None or wanted is None:
         agrees = group is wanted

@@ -54,13 +54,13 @@ from holdfast_operator.model.reasons import Reason
 
 def quarantined(world: World) -> frozenset[CheckpointId]:
     """Return the checkpoints that the gang does not restore."""
-    released = world.observed.job.spec.failure_policy.released_steps
+    released = world.spec.failure_policy.released_steps
     return frozenset(q for q in world.status.quarantined if q.step not in released)
 
 
 def with_released(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status without the checkpoints that a user has released."""
-    released = world.observed.job.spec.failure_policy.released_steps
+    released = world.spec.failure_policy.released_steps
     kept = tuple(q for q in status.quarantined if q.step not in released)
     return status if kept == status.quarantined else changed(status, quarantined=kept)
 
@@ -185,7 +185,7 @@ def candidates(world: World, answered: list[MemberState]) -> list[Candidate]:
     listed by `answered`. The store has all shards of a persisted one, whatever its number of ranks.
     """
     status, apart = world.status, quarantined(world)
-    size = world.observed.job.spec.procs_per_worker * len(world.members)
+    size = world.spec.procs_per_worker * len(world.members)
     found: dict[CheckpointId, Candidate] = {}
     for member in answered:
         for info in _manifests(member):
@@ -273,7 +273,7 @@ def _persisted(world: World) -> list[tuple[CheckpointId, Digest]]:
 
 
 def _restorable(world: World, checkpoint: Checkpoint) -> bool:
-    job, status = world.observed.job, checkpoint.status
+    job, status = world.job, checkpoint.status
     return (
         checkpoint.job == job.name
         and status.job_uid == job.uid

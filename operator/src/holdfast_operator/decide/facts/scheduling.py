@@ -50,7 +50,7 @@ _SOURCES = {
 
 def timed_out(world: World) -> bool:
     """Return whether pods of the gang have been without nodes for scheduleTimeoutSeconds."""
-    limit = world.observed.job.spec.schedule_timeout_seconds
+    limit = world.spec.schedule_timeout_seconds
     waited = world.seconds_seen(Seen.UNSCHEDULED)
     return limit > 0 and waited >= limit and waits_for_nodes(world)
 
@@ -186,7 +186,7 @@ def _to_avoid(world: World) -> tuple[list[str], str]:
     No more nodes are recorded than are avoided afterwards. Otherwise their pods would neither start nor be
     created again, and each pass would record them again.
     """
-    limit = world.observed.job.spec.start_timeout_seconds
+    limit = world.spec.start_timeout_seconds
     if not limit or world.nodes_are_fixed or not world.may_replace_pods:
         return [], ""
     avoided = failed_nodes(world, world.status)
@@ -245,7 +245,7 @@ def _late(world: World, seconds: float) -> list[tuple[MemberState, PodView]]:
 def _mounts(world: World) -> list[str]:
     """Return what the volumes of the template refer to."""
     found = []
-    for _, volume in items_of(pod_spec(world.observed.job), "volumes", "spec"):
+    for _, volume in items_of(pod_spec(world.job), "volumes", "spec"):
         for key, (kind, name) in _SOURCES.items():
             source = volume.get(key)
             if isinstance(source, Mapping) and source.get(name):

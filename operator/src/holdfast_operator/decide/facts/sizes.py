@@ -94,7 +94,7 @@ def next_workers(world: World) -> int:
 
     It is the present number if the gang has failed with the number that it is to have.
     """
-    job, status = world.observed.job, world.status
+    job, status = world.job, world.status
     wanted = wanted_workers(job, status)
     return len(world.members) if refused_workers(job, status) == wanted else wanted
 
@@ -112,7 +112,7 @@ def resized(world: World, workers: int, round_: RestartRound) -> ResizeStatus | 
         before = old.from_workers
     untried = workers != before and readable.recorded_commit(world) is not None
     from_workers = before if untried else None
-    if old is not None and refused_workers(world.observed.job, world.status) is not None:
+    if old is not None and refused_workers(world.job, world.status) is not None:
         return changed(old, round=round_, from_workers=from_workers)
     return ResizeStatus(round=round_, from_workers=from_workers)
 
@@ -130,7 +130,7 @@ def lacks_nodes(world: World) -> bool:
 
     The time begins when the pods of earlier rounds have ended, because the gang waits for their nodes.
     """
-    elastic = elastic_of(world.observed.job)
+    elastic = elastic_of(world.job)
     since = world.memory.seen_at(Seen.LACKING)
     if elastic is None or since is None or not scheduling.waits_for_nodes(world):
         return False
@@ -145,13 +145,13 @@ def workers_with_nodes(world: World) -> int:
 def fewer_workers(world: World) -> int:
     """Return the number of workers with which the gang could continue. It may be below elastic.min."""
     found = workers_with_nodes(world)
-    refused = refused_workers(world.observed.job, world.status)
+    refused = refused_workers(world.job, world.status)
     return found if refused is None else min(found, refused - 1)
 
 
 def too_few(world: World) -> str | None:
     """Return why the gang cannot continue with `fewer_workers`, or None if it can."""
-    elastic, workers = elastic_of(world.observed.job), fewer_workers(world)
+    elastic, workers = elastic_of(world.job), fewer_workers(world)
     if elastic is None or workers >= elastic.min:
         return None
     found = workers_with_nodes(world)
@@ -176,7 +176,7 @@ def resize_obstacle(world: World) -> Note | None:
     change until one of its pods has started.
     """
     begun = readable.recorded_commit(world) is not None or any(p.started for p in world.pods)
-    if world.observed.job.spec.store is None and begun:
+    if world.spec.store is None and begun:
         return Note(
             Reason.NO_OBJECT_TIER,
             "the job has no object store, from which the new ranks could read the shards of the old ones. "
@@ -214,16 +214,16 @@ def _with_record(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
         return status
     if status.is_true(JobCondition.RUNNING) and record.from_workers is not None:
         record = changed(record, from_workers=None)
-    if refused_workers(world.observed.job, status) is None:
+    if refused_workers(world.job, status) is None:
         record = changed(record, refused_workers=None, refused_of_workers=None)
     return changed(status, resize=record)
 
 
 def _waits_for(status: TrainingJobStatus, world: World) -> tuple[bool, Note | None]:
     """Return the value of the condition, and what the resize waits for or why it is refused."""
-    present, wanted = len(world.members), wanted_workers(world.observed.job, status)
+    present, wanted = len(world.members), wanted_workers(world.job, status)
     record = status.resize
-    refused = refused_workers(world.observed.job, status)
+    refused = refused_workers(world.job, status)
     if (
         record is not None
         and refused is not None
@@ -266,7 +266,7 @@ def shrink_obstacle(world: World) -> str | None:
 
 def with_missing_workers(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition WorkersMissing. A gang that never lacked nodes does not get it."""
-    kind, job = JobCondition.WORKERS_MISSING, world.observed.job
+    kind, job = JobCondition.WORKERS_MISSING, world.job
     if job.spec.elastic is not None and elastic_of(job) is None:
         text = "elastic has no effect in a queue: Kueue admits all pods of the gang or none of them"
         without_effect = Note(Reason.CANNOT_SHRINK, text)
@@ -287,7 +287,7 @@ def with_missing_workers(status: TrainingJobStatus, world: World) -> TrainingJob
 
 def _missing(status: TrainingJobStatus, world: World) -> Note | None:
     """Return for which workers there are no nodes, and what the gang does about it, or None."""
-    job = world.observed.job
+    job = world.job
     if lacks_nodes(world):
         why = shrink_obstacle(world)
         text = f"{scheduling.describe(world)}. The gang cannot continue without them"
@@ -329,7 +329,7 @@ def _lacks_workers(world: World) -> bool:
 
     If the ranks have failed with more workers, it has to wait for another spec.workers.
     """
-    job, status, present = world.observed.job, world.status, len(world.members)
+    job, status, present = world.job, world.status, len(world.members)
     refused = refused_workers(job, status)
     return (
         elastic_of(job) is not None
@@ -341,10 +341,9 @@ def _lacks_workers(world: World) -> bool:
 
 def _keeps_placeholders(world: World) -> bool:
     """Return whether placeholders may stay, because the gang grows or would grow with their nodes."""
-    job = world.observed.job
-    if job.deleting or job.spec.suspend or is_over(world.status):
+    if world.job.deleting or world.spec.suspend or is_over(world.status):
         return False
-    needed = is_growing(job, world.status) or _lacks_workers(world)
+    needed = is_growing(world.job, world.status) or _lacks_workers(world)
     return needed and resize_obstacle(world) is None
 
 
@@ -377,11 +376,7 @@ def unneeded_placeholders(world: World) -> list[Delete]:
 
     The pods of a round that has begun need their nodes.
     """
-    kept = _keeps_placeholders(world)
-    actions = []
-    for pod in world.observed.placeholders:
-        lost = world.observed.node_lost(pod)
-        if (not kept or pod.ended or lost) and (lost or not pod.terminating):
-            why = "the gang does not grow, or the placeholder has ended or its node is lost"
-            actions.append(Delete.pod(pod, why, force=lost))
-    return actions
+    kept, observed = _keeps_placeholders(world), world.observed
+    pods = (p for p in observed.placeholders if not kept or p.ended or observed.node_lost(p))
+    why = "the gang does not grow, or the placeholder has ended or its node is lost"
+    return world.deletes(pods, why)

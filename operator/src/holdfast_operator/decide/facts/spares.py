@@ -18,7 +18,7 @@ from holdfast_core.names import pod_name
 from holdfast_operator.decide.facts.evidence import CANNOT_START
 from holdfast_operator.decide.facts.nodes import domain_of, failed_nodes, leaving_taint
 from holdfast_operator.decide.facts.world import MemberState, World, has_no_gang, worker_pod
-from holdfast_operator.model.actions import Action, Delete, DesiredObject
+from holdfast_operator.model.actions import Delete, DesiredObject
 from holdfast_operator.model.job import PodPhase
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.objects import render_certificates
@@ -152,7 +152,7 @@ def create_spares(
         avoided: Names of lost nodes that new pods exclude.
         failed: Names of nodes that they exclude because workers failed there.
     """
-    job = world.observed.job
+    job = world.job
     secrets: dict[str, DesiredObject] = {}
     pods: list[DesiredObject] = []
     for spare in world.spares:
@@ -168,24 +168,16 @@ def create_spares(
     return [*secrets.values(), *pods]
 
 
-def delete_lost_spares(world: World) -> list[Action]:
+def delete_lost_spares(world: World) -> list[Delete]:
     """Return deletes of the spares that have ended or are on a lost node."""
-    return [
-        Delete.pod(s.pod, "the spare has ended or its node is lost", force=s.node_lost)
-        for s in world.spares
-        if s.pod is not None and (s.node_lost or (s.pod.ended and not s.pod.terminating))
-    ]
+    gone = (s.pod for s in world.spares if s.pod is not None and (s.node_lost or s.pod.ended))
+    return world.deletes(gone, "the spare has ended or its node is lost")
 
 
-def make_room(world: World) -> list[Action]:
+def make_room(world: World) -> list[Delete]:
     """Return deletes of all spares if a worker is unschedulable, or the creation of its pod is refused."""
-    if has_room(world):
-        return []
-    return [
-        Delete.pod(s.pod, "a worker needs the room of the spare", force=s.node_lost)
-        for s in world.spares
-        if s.pod is not None and (s.node_lost or not s.pod.terminating)
-    ]
+    pods = () if has_room(world) else (s.pod for s in world.spares if s.pod is not None)
+    return world.deletes(pods, "a worker needs the room of the spare")
 
 
 def has_room(world: World) -> bool:
@@ -198,7 +190,7 @@ def has_room(world: World) -> bool:
 
 def with_spares_ready(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition SparesReady. A job that never had spares does not get it."""
-    wanted = world.observed.job.spec.spares
+    wanted = world.spec.spares
     known = status.condition(JobCondition.SPARES_READY)
     if (wanted == 0 and known is None) or has_no_gang(status):
         return status

@@ -23,7 +23,7 @@ from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_core.ids import Worker
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.world import MemberState, Note, World
-from holdfast_operator.model.actions import Action, Delete, normal
+from holdfast_operator.model.actions import Action, normal
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template import (
     RESTORE_FROM,
@@ -42,8 +42,8 @@ def find_problem(world: World) -> Note | None:
     STORE_NOT_PROBED ends without a change by a user: the job waits for the probe.
     """
     return (
-        template_problem(world.observed.job.spec.template)
-        or _unknown_field(world.observed.job.spec.template)
+        template_problem(world.spec.template)
+        or _unknown_field(world.spec.template)
         or _refused_template(world)
         or _name_problem(world)
         or store_problem(world)
@@ -113,7 +113,7 @@ def _refused_template(world: World) -> Note | None:
 
 def _name_problem(world: World) -> Note | None:
     """Return the problem of a gang whose Checkpoints could be taken for those of another one of its name."""
-    other, job = world.observed.same_name, world.observed.job
+    other, job = world.observed.same_name, world.job
     if other is None:
         return None
     text = (
@@ -125,7 +125,7 @@ def _name_problem(world: World) -> Note | None:
 
 def store_problem(world: World) -> Note | None:
     """Return why the store of the job cannot be used, or None. A job without a store has no such problem."""
-    name = world.observed.job.spec.store
+    name = world.spec.store
     if name is None:
         return None
     store = world.observed.store
@@ -133,7 +133,7 @@ def store_problem(world: World) -> Note | None:
     if hidden is not None:
         return Note(Reason.CANNOT_READ, f"CheckpointStore {name} cannot be read: {hidden.problem}")
     if store is None:
-        text = f"CheckpointStore {name} is not in namespace {world.observed.job.namespace}"
+        text = f"CheckpointStore {name} is not in namespace {world.job.namespace}"
         return Note(Reason.STORE_NOT_FOUND, f"{text}: create it, or correct storeRef")
     if store.available is None:
         return Note(Reason.STORE_NOT_PROBED, f"CheckpointStore {name} is being probed")
@@ -148,7 +148,7 @@ def birth_problem(world: World) -> Note | None:
     A pod gets the configuration of its store once, when it is created. A pod that is created while the
     CheckpointStore is absent would never upload anything.
     """
-    refused = template_problem(world.observed.job.spec.template)
+    refused = template_problem(world.spec.template)
     if refused is not None:
         return refused
     missing = store_problem(world)
@@ -166,8 +166,7 @@ def replacement_problem(world: World) -> Note | None:
 
 
 def _restore_from_problem(world: World) -> Note | None:
-    job = world.observed.job
-    name = job.spec.source_checkpoint
+    name = world.spec.source_checkpoint
     if name is None:
         return None
     source = next((c for c in world.observed.checkpoints if c.name == name), None)
@@ -177,9 +176,9 @@ def _restore_from_problem(world: World) -> Note | None:
         return Note(Reason.CHECKPOINT_NOT_RESTORABLE, text)
     if source is None:
         text = f"spec.restoreFrom names Checkpoint {name}, which is not in namespace"
-        return Note(Reason.CHECKPOINT_NOT_FOUND, f"{text} {job.namespace}")
+        return Note(Reason.CHECKPOINT_NOT_FOUND, f"{text} {world.job.namespace}")
     problem = None
-    if job.spec.store is None:
+    if world.spec.store is None:
         problem = "this job has no checkpoint.object.storeRef to read it from"
     elif source.deleting:
         problem = "it is being deleted"
@@ -220,7 +219,7 @@ def outdated(world: World) -> dict[str, list[MemberState]]:
     among them.
     """
     found: dict[str, list[MemberState]] = {}
-    present = part_digests(world.observed.job)
+    present = part_digests(world.job)
     for member in world.members:
         if member.pod is None:
             continue
@@ -254,7 +253,7 @@ def outdated_pods(world: World) -> list[Action]:
         return []
     names = first_of([p.name for p in pods])
     text = f"spec.template has changed, and no rank ever ran in {names}: created again from the new one"
-    deletes = [Delete.pod(p, "spec.template has changed") for p in pods]
+    deletes = world.deletes(pods, "spec.template has changed")
     return [*deletes, normal(Reason.TEMPLATE_CHANGED, text)]
 
 
@@ -278,7 +277,7 @@ def with_spec_applied(status: TrainingJobStatus, world: World) -> TrainingJobSta
         return status
     found = outdated(world)
     reason, problems = Reason.SPEC_APPLIED, list[str]()
-    problem = template_problem(world.observed.job.spec.template) or _refused_template(world)
+    problem = template_problem(world.spec.template) or _refused_template(world)
     if problem is not None:
         reason = Reason.INVALID_TEMPLATE
         problems.append(
@@ -329,7 +328,7 @@ def _moments(
 
 
 def _how_to_replace(world: World) -> str:
-    if world.observed.job.spec.store is None:
+    if world.spec.store is None:
         return (
             "To replace all pods, delete one after the other, each when all ranks train again: without an "
             "object store the job cannot be suspended"

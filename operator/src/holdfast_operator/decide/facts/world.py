@@ -14,16 +14,20 @@ from typing import Any, NamedTuple
 
 from holdfast_core.api import (
     Checkpoint,
+    Gang,
     JobCondition,
     LineageEntry,
     PersistedStep,
     TrainingJobStatus,
 )
 from holdfast_core.api import with_status as job_with_status
+from holdfast_core.api.checkpoint_adoption import CheckpointAdoptionSpec
+from holdfast_core.api.training_job import TrainingJobSpec
 from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Step, Worker, is_spare
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import another_secret_name
-from holdfast_operator.model.actions import Call, CallPath, Message
+from holdfast_operator.model import labels
+from holdfast_operator.model.actions import Call, CallPath, Delete, Message
 from holdfast_operator.model.job import (
     Done,
     InventoryView,
@@ -162,9 +166,7 @@ class World:
 
     def with_status(self, status: TrainingJobStatus) -> World:
         """Return what the pass would know if the job had this status."""
-        found = World(
-            replace(self.observed, job=job_with_status(self.observed.job, status)), self.now
-        )
+        found = World(replace(self.observed, job=job_with_status(self.job, status)), self.now)
         found.memory = self.memory
         return found
 
@@ -183,6 +185,15 @@ class World:
         """Return for how long this process has seen the state, or 0 if it does not hold."""
         return self.seconds_since(self.memory.seen_at(state, uid))
 
+    def deletes(self, pods: Iterable[PodView], why: str) -> list[Delete]:
+        """Return deletes of these pods, by force on a lost node, which cannot confirm them.
+
+        A pod that is being deleted already is left out, unless its node is lost.
+        """
+        lost = self.observed.node_lost
+        found = (p for p in pods if lost(p) or not p.terminating)
+        return [Delete(labels.POD, p.name, p.uid, why, force=lost(p)) for p in found]
+
     def with_condition(
         self,
         status: TrainingJobStatus,
@@ -195,16 +206,24 @@ class World:
 
         The message is cut to MAX_MESSAGE_CHARACTERS.
         """
-        text, generation = text[:MAX_MESSAGE_CHARACTERS], self.observed.job.generation
+        text, generation = text[:MAX_MESSAGE_CHARACTERS], self.job.generation
         return status.with_condition(kind, value, reason, text, self.now.utc, generation)
 
     @cached_property
     def source(self) -> PodSource:
-        return pod_source(self.observed.job)
+        return pod_source(self.job)
+
+    @property
+    def job(self) -> Gang:
+        return self.observed.job
+
+    @property
+    def spec(self) -> TrainingJobSpec | CheckpointAdoptionSpec:
+        return self.job.spec
 
     @property
     def status(self) -> TrainingJobStatus:
-        return self.observed.job.status
+        return self.job.status
 
     @property
     def round(self) -> RestartRound:
@@ -255,7 +274,7 @@ class World:
     @cached_property
     def own_checkpoints(self) -> tuple[Checkpoint, ...]:
         """Return the Checkpoints of this job, without those that a former job of the same name left."""
-        job = self.observed.job
+        job = self.job
         return tuple(
             c
             for c in self.observed.checkpoints
@@ -316,12 +335,12 @@ class World:
         Either the template sets spec.nodeName. Then no scheduler reads the affinity, and the kubelet of that
         node would reject a pod whose affinity excludes it. Or another controller creates the pods.
         """
-        return self.observed.job.spec.template is None or self.fixed_node is not None
+        return self.spec.template is None or self.fixed_node is not None
 
     @property
     def fixed_node(self) -> str | None:
         """Return spec.nodeName of the template, the node to which every new pod is bound, or None."""
-        return pod_spec(self.observed.job).get("nodeName") or None
+        return pod_spec(self.job).get("nodeName") or None
 
     @property
     def fixed_node_advice(self) -> str:
@@ -341,7 +360,7 @@ class World:
         the object store lacks: the gang has to train again before it can save. Without a store it could not
         save it.
         """
-        spec = self.observed.job.spec
+        spec = self.spec
         return not spec.suspend or spec.store is not None
 
     @property
@@ -360,13 +379,13 @@ class World:
 
         A job in a queue of Kueue has none: its pods are a group with a fixed number of pods (ADR 0012).
         """
-        job = self.observed.job
+        job = self.job
         return job.spec.spares if queue_of(job) is None else 0
 
     @cached_property
     def copies(self) -> int:
         """Return the number of copies of each shard on other workers of the present gang."""
-        peer = self.observed.job.spec.checkpoint.peer
+        peer = self.spec.checkpoint.peer
         return min(1 if peer is None else peer.copies, len(self.members) - 1)
 
     @cached_property

@@ -24,7 +24,7 @@ def refusal(world: World) -> str | None:
     If all of them are deleted after one has failed, no copy would be left of any step.
     """
     owner = world.observed.owner
-    if owner is None or not owner.loses_all_copies or world.observed.job.spec.store is not None:
+    if owner is None or not owner.loses_all_copies or world.spec.store is not None:
         return None
     return (
         f"{owner.cost}. This CheckpointAdoption has no object store, so each failure would lose all work: "
@@ -34,10 +34,11 @@ def refusal(world: World) -> str | None:
 
 def with_adoption(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with what pods get at admission, and with condition Adopted."""
-    job = world.observed.job
-    if not isinstance(job, CheckpointAdoption) or not isinstance(status, CheckpointAdoptionStatus):
+    if not isinstance(world.job, CheckpointAdoption) or not isinstance(
+        status, CheckpointAdoptionStatus
+    ):
         return status
-    status = _with_injection(status, world, job)
+    status = _with_injection(status, world, world.job)
     owner, kind = world.observed.owner, JobCondition.ADOPTED
     if owner is None:
         return status

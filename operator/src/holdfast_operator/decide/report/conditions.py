@@ -60,7 +60,7 @@ def with_avoided_nodes(status: TrainingJobStatus, world: World) -> TrainingJobSt
 
     A job that never avoided a node does not get the condition.
     """
-    kind, job = JobCondition.NODES_AVOIDED, world.observed.job
+    kind, job = JobCondition.NODES_AVOIDED, world.job
     status = with_failures_of_window(status, world)
     nodes = failed_nodes(world, status)
     if nodes and no_node_is_left(world):
@@ -145,7 +145,7 @@ def with_missing(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     if text is not None:
         reason = Reason.CHECKPOINT_MISSING
         return world.with_condition(status, kind, True, reason, text)
-    is_local = world.observed.job.spec.store is None
+    is_local = world.spec.store is None
     known = (world.coordinator is not None and found) if is_local else world.state.newest_is_stored
     if not status.is_true(kind) or not known:
         return status
@@ -159,8 +159,7 @@ def with_rules(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
 
     The job continues as if the rule were missing.
     """
-    job = world.observed.job
-    idle = never_applies(job.spec.failure_policy.rules)
+    idle = never_applies(world.spec.failure_policy.rules)
     kind = JobCondition.FAILURE_RULES_APPLY
     if not idle and status.condition(kind) is None:
         return status
@@ -210,7 +209,7 @@ def silent_peer(world: World) -> str | None:
     failed_at = world.memory.failure_seen_at
     if failed_at is None or not world.state.dead:
         return None
-    seconds = world.observed.job.spec.node_loss.suspect_after_seconds + LEASE_MARGIN_SECONDS
+    seconds = world.spec.node_loss.suspect_after_seconds + LEASE_MARGIN_SECONDS
     for member in world.members:
         answered_at = None if member.sidecar is None else member.sidecar.answered_at
         if member.pod is None or not _may_answer(member) or answered_at is None:
@@ -267,7 +266,6 @@ def _reason(world: World) -> Reason:
 
 
 def _silence_text(world: World, silent: list[MemberState], since: str) -> str:
-    job = world.observed.job
     names = [m.pod.name for m in silent if m.pod is not None]
     listed = first_of(names)
     because = next((m.sidecar.unreachable_because for m in silent if m.sidecar is not None), "")
@@ -276,7 +274,7 @@ def _silence_text(world: World, silent: list[MemberState], since: str) -> str:
         f"{len(silent)} of {len(world.members)} sidecars have not answered the operator since "
         f"{since}{found}. For this reason alone the operator deletes no pod and begins no round, "
         "and running ranks continue. Check that NetworkPolicies and the pod network let the "
-        f"operator reach TCP port {CONTROL_PORT} in namespace {job.namespace}, and the logs of "
+        f"operator reach TCP port {CONTROL_PORT} in namespace {world.job.namespace}, and the logs of "
         f"container {SIDECAR_CONTAINER}. To give up the steps that only a silent pod has, delete "
         f"the pod. Pods: {listed}{_lost_nodes(world)}"
     )
@@ -370,7 +368,7 @@ def with_stragglers(status: TrainingJobStatus, world: World) -> TrainingJobStatu
     the straggler again. A restart would otherwise repeat the Event about it. It ends with the pod of its
     worker: the new pod may be on another node.
     """
-    steps = world.observed.job.spec.failure_policy.stragglers.effective_steps
+    steps = world.spec.failure_policy.stragglers.effective_steps
     if has_no_gang(status) or not steps:
         return changed(status, stragglers=())
     known = {rank for rank in status.stragglers if _has_its_pod(rank, status, world)}
@@ -385,7 +383,7 @@ def with_stragglers(status: TrainingJobStatus, world: World) -> TrainingJobStatu
 
 
 def _worker(rank: Rank, world: World) -> Worker:
-    return Worker(rank // world.observed.job.spec.procs_per_worker)
+    return Worker(rank // world.spec.procs_per_worker)
 
 
 def _has_its_pod(rank: Rank, status: TrainingJobStatus, world: World) -> bool:
@@ -440,9 +438,8 @@ def unreadable_pass(world: World) -> Decision | None:
 
     The first pass in which all pods can be parsed again sets Readable=True, and does nothing else.
     """
-    job = world.observed.job
     hidden = [u for u in world.observed.unreadable if u.kind == POD_KIND]
-    known = job.status.condition(JobCondition.READABLE)
+    known = world.job.status.condition(JobCondition.READABLE)
     if not hidden:
         if known is None or not known.is_false:
             return None
@@ -465,7 +462,6 @@ def _hidden_text(hidden: list[Unreadable]) -> str:
 
 
 def _written(world: World, value: bool, note: Note, events: tuple[Action, ...]) -> Decision:
-    job = world.observed.job
-    status = world.with_condition(job.status, JobCondition.READABLE, value, *note)
-    write = WriteStatus(job.resource_version, status)
+    status = world.with_condition(world.job.status, JobCondition.READABLE, value, *note)
+    write = WriteStatus(world.job.resource_version, status)
     return Decision.of((write, *events), WAITING_SECONDS if events else 0.0, note.message)

@@ -47,19 +47,18 @@ def refresh(world: World, status: TrainingJobStatus, note: Note | None = None) -
 
     `note` is the reason and message of Running=False. Without it a running job stays Running.
     """
-    job = world.observed.job
     for measure in (with_levels, _with_goodput, _with_flush, _with_recovery_closed):
         status = measure(status, world)
     status = _with_running(status, world, note)
     for report in _CONDITIONS:
         status = report(status, world)
-    total = len(status.members) or job.spec.workers
-    missing = wanted_workers(job, status) < job.spec.workers
+    total = len(status.members) or world.spec.workers
+    missing = wanted_workers(world.job, status) < world.spec.workers
     return changed(
         status,
-        ready_workers=f"{_ready(world, status, total)}/{job.spec.workers if missing else total}",
+        ready_workers=f"{_ready(world, status, total)}/{world.spec.workers if missing else total}",
         phase=compute_phase(status),
-        observed_generation=job.generation,
+        observed_generation=world.job.generation,
     )
 
 
@@ -191,7 +190,6 @@ def blocked_seconds(world: World) -> float | None:
 
 
 def _with_tier_conditions(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
-    job = world.observed.job
     failures = world.state.failures
     local = next((f for f in failures if f.tier is not TierName.OBJECT), None)
     if local is not None:
@@ -200,7 +198,7 @@ def _with_tier_conditions(status: TrainingJobStatus, world: World) -> TrainingJo
     elif world.local_step is not None:
         note = Note(Reason.COMMITTED, "the newest save is committed")
         status = world.with_condition(status, JobCondition.LAST_CHECKPOINT_SUCCEEDED, True, *note)
-    if job.spec.store is None:
+    if world.spec.store is None:
         return status
     problem, refused = store_problem(world), world.observed.memory.record_refused
     unprobed = problem is not None and problem.reason == Reason.STORE_NOT_PROBED
@@ -218,7 +216,7 @@ def _with_tier_conditions(status: TrainingJobStatus, world: World) -> TrainingJo
     elif unprobed:
         return status
     else:
-        text = f"CheckpointStore {job.spec.store} passed its probe"
+        text = f"CheckpointStore {world.spec.store} passed its probe"
         healthy, note = True, Note(Reason.STORE_HEALTHY, text)
     return world.with_condition(status, JobCondition.REMOTE_TIER_HEALTHY, healthy, *note)
 
