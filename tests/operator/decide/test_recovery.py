@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.operator.builders import (
+    condition,
     held,
     job,
     manifest,
@@ -24,6 +25,7 @@ from tests.support.operator.progress import progress_of
 from holdfast_core.api import (
     JobCondition,
     RecoveryStatus,
+    RestorePointStatus,
     TrainingJobStatus,
     changed,
 )
@@ -39,7 +41,7 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.evidence import Failure
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report import recovery
-from holdfast_operator.model.actions import StatusWrite
+from holdfast_operator.model.actions import BeginRound, StatusWrite
 from holdfast_operator.model.job import (
     JobMemory,
     NodeView,
@@ -297,6 +299,35 @@ def test_an_operator_that_restarts_in_between_knows_the_total_and_no_more_than_i
 
 
 @pytest.mark.fault("A gang finishes before it was seen to run")
+def test_a_resume_keeps_the_phases_of_the_recovery_that_the_suspension_interrupted() -> None:
+    record = RecoveryStatus(round=RestartRound(1), reason="RankFailed", begun_at=now(100.0).utc)
+    suspended = status(
+        1,
+        (1, 1),
+        restore_point=RestorePointStatus(),
+        recoveries=(record,),
+        conditions=(condition(JobCondition.SUSPENDED, True, "Suspended"),),
+    )
+    memory = JobMemory(
+        round=RestartRound(1),
+        round_seen_at=100.0,
+        begun={RestartRound(1): 100.0},
+        seen={(Seen.SEALED, ""): 104.0, (Seen.CHOSEN, ""): 106.0},
+    )
+    decision = decide(Observed(job=job(2, suspended), memory=memory), now(200.0))
+    assert isinstance(decision.status, BeginRound)
+    interrupted, resumed = decision.status.status.recoveries
+    assert (interrupted.phase_seconds["seal"], interrupted.total_seconds) == (4.0, None)
+    assert (resumed.round, resumed.reason) == (2, "Resumed")
+
+
+def test_the_pass_that_begins_the_first_round_remembers_when() -> None:
+    accepted = decide(Observed(job=job(2)), now(100.0))
+    assert isinstance(accepted.status, BeginRound)
+    assert accepted.memory.begun == {RestartRound(0): 100.0}
+    assert accepted.memory.levels_written_at == 100.0
+
+
 def test_a_gang_that_finishes_before_it_was_seen_to_run_closes_its_recovery() -> None:
     """At the end of a job, the pass that sees the end may be the first that sees the new round."""
     timeline = trained()

@@ -223,13 +223,12 @@ def first_round(world: World) -> Decision:
             return Decision.of((), WAITING_SECONDS, problem.message)
         decision = written(world, status, events, problem.message)
         return replace(decision, requeue_after_seconds=WAITING_SECONDS)
-    world = world.with_status(status)
     round_, newer = world.next_round, world.pods_ahead
     members = tuple(newer.get(Worker(w), round_) for w in range(job.spec.workers))
     note = Note(Reason.ROUND_BEGAN, f"round {round_} begins")
     started_at = status.start_time or world.now.utc
-    begun = with_promotions(_begun(status, world, members, note, start_time=started_at), world)
-    return begin_round(world, begun, normal(*note))
+    begun = _begun(status, world, members, note, start_time=started_at)
+    return begin_round(world, with_promotions(begun, world), normal(*note))
 
 
 def resume(world: World) -> Decision:

@@ -165,7 +165,7 @@ class World:
         self.memory = self.observed.memory
 
     def with_status(self, status: TrainingJobStatus) -> World:
-        """Return what the pass would know if the job had this status."""
+        """Return what the pass would know if the job had this status. What it remembers is lost."""
         found = World(replace(self.observed, job=job_with_status(self.job, status)), self.now)
         found.memory = self.memory
         return found
