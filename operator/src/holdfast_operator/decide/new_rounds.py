@@ -40,7 +40,7 @@ from holdfast_operator.decide.report.conditions import with_hang
 from holdfast_operator.decide.report.status import with_levels
 from holdfast_operator.decide.round_message import with_expected_failures
 from holdfast_operator.decide.writes import WAITING_SECONDS, begin_round, with_status_write, written
-from holdfast_operator.model.actions import Action, Decision, EmitEvent, EventKind, normal, warning
+from holdfast_operator.model.actions import Action, Decision, normal, warning
 from holdfast_operator.model.job import Seen
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.wording import first_of
@@ -214,10 +214,8 @@ def first_round(world: World) -> Decision:
         old = job.status.condition(JobCondition.ACCEPTED)
         events: list[Action] = []
         if old is None or old.reason != problem.reason:
-            kind = (
-                EventKind.NORMAL if problem.reason == Reason.STORE_NOT_PROBED else EventKind.WARNING
-            )
-            events.append(EmitEvent(kind, problem.reason, problem.message))
+            event = normal if problem.reason == Reason.STORE_NOT_PROBED else warning
+            events.append(event(*problem))
         same = old is not None and (old.reason, old.message) == (problem.reason, problem.message)
         if same and job.status.observed_generation == job.generation:
             return Decision.of((), WAITING_SECONDS, problem.message)
@@ -235,13 +233,8 @@ def resume(world: World) -> Decision:
     """Return the decision that begins the round after a suspension. All of its pods are new."""
     round_, workers = world.next_round, sizes.next_workers(world)
     note = Note(Reason.RESUMED, f"round {round_}: spec.suspend is false again")
-    status = _with_new_pods(
-        world,
-        workers,
-        note,
-        resize=sizes.resized(world, workers, round_),
-        start_time=world.now.utc,
-    )
+    record, at = sizes.resized(world, workers, round_), world.now.utc
+    status = _with_new_pods(world, workers, note, resize=record, start_time=at)
     status = _with_recovery(status, world, note)
     status = world.with_condition(status, JobCondition.SUSPENDED, False, *note)
     event = normal(Reason.RESUMED, f"round {round_} begins")

@@ -52,8 +52,6 @@ from holdfast_operator.model.actions import (
     ChooseRestorePoint,
     CommitPersisted,
     Decision,
-    EmitEvent,
-    EventKind,
     WriteStatus,
     normal,
     warning,
@@ -82,35 +80,33 @@ def record_births(world: World) -> Decision | None:
     if refused is None:
         return written(world, status, [], "pods have started as workers")
     known = world.status.condition(JobCondition.ADOPTED)
-    events: list[Action] = []
-    if known is None or not known.is_false:
-        event = warning(Reason.LOCAL_COPIES_WOULD_BE_LOST, refused)
-        events.append(event)
     note = Note(Reason.LOCAL_COPIES_WOULD_BE_LOST, refused)
-    return with_status_write(world, events, note, WAITING_SECONDS)
+    is_known = known is not None and known.is_false
+    return with_status_write(world, () if is_known else [warning(*note)], note, WAITING_SECONDS)
 
 
 def choose(world: World) -> Decision:
     choice = restore_point.choose(world)
-    if isinstance(choice, restore_point.InterruptedCommit):
-        actions = [*gang.standing(world), *gang.member_actions(world), *_finishes(world, choice)]
-        return with_status_write(world, actions, choice.note, STARTING_SECONDS)
-    if isinstance(choice, restore_point.Wait):
-        note = _refused(world) or _pod_trouble(world) or choice.note
-        actions = [*gang.standing(world), *gang.member_actions(world)]
-        pause = again_after(world, world.memory.round_seen_at, STARTING_SECONDS)
-        return with_status_write(world, actions, note, pause)
     if isinstance(choice, restore_point.Exhausted):
         return fail_job(world, choice.note)
-    status = _with_choice(world, choice)
-    status = refresh(world, status, Note(choice.reason, choice.message))
-    kind = EventKind.NORMAL if choice.reason is Reason.RESTORE_POINT_CHOSEN else EventKind.WARNING
-    actions = [
-        ChooseRestorePoint(world.job.resource_version, status),
-        EmitEvent(kind, choice.reason, choice.message),
-    ]
+    if isinstance(choice, restore_point.Chosen):
+        return _chosen(world, choice)
+    actions = [*gang.standing(world), *gang.member_actions(world)]
+    if isinstance(choice, restore_point.InterruptedCommit):
+        actions.extend(_finishes(world, choice))
+        return with_status_write(world, actions, choice.note, STARTING_SECONDS)
+    note = _refused(world) or _pod_trouble(world) or choice.note
+    pause = again_after(world, world.memory.round_seen_at, STARTING_SECONDS)
+    return with_status_write(world, actions, note, pause)
+
+
+def _chosen(world: World, choice: restore_point.Chosen) -> Decision:
+    """Return CAS 2."""
+    status = refresh(world, _with_choice(world, choice), Note(choice.reason, choice.message))
+    event = normal if choice.reason is Reason.RESTORE_POINT_CHOSEN else warning
+    write = ChooseRestorePoint(world.job.resource_version, status)
     remember_write(world)
-    return Decision.of(actions, 0.0, choice.message)
+    return Decision.of((write, event(choice.reason, choice.message)), 0.0, choice.message)
 
 
 def _finishes(world: World, choice: restore_point.InterruptedCommit) -> Iterator[Action]:
@@ -127,15 +123,9 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
     """
     status = world.status
     point: RestorePointStatus = choice.point
-    entry = LineageEntry(
-        round=world.round,
-        base=point.id,
-        base_manifest=point.manifest,
-    )
+    entry = LineageEntry(round=world.round, base=point.id, base_manifest=point.manifest)
     own = point.step if point.job_uid is None else None
-    lost = None
-    if status.step is not None:
-        lost = max(0, status.step - (own or 0))
+    lost = None if status.step is None else max(0, status.step - (own or 0))
     record = status.last_recovery
     if record is not None and record.round == world.round:
         status = status.with_recovery(changed(record, lost_steps=lost, restored_step=point.step))
@@ -158,13 +148,8 @@ def _less_lost_work(
     """Add the lost steps to the lost work, at the mean training time of a step so far."""
     if goodput is None or not lost or not trained:
         return goodput
-    seconds = goodput.training_seconds * lost / trained
-    return with_ratio(
-        changed(
-            goodput,
-            lost_work_seconds=min(goodput.lost_work_seconds + seconds, goodput.training_seconds),
-        )
-    )
+    seconds = goodput.lost_work_seconds + goodput.training_seconds * lost / trained
+    return with_ratio(changed(goodput, lost_work_seconds=min(seconds, goodput.training_seconds)))
 
 
 def run(world: World) -> Decision:

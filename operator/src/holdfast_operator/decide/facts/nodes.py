@@ -274,21 +274,16 @@ def waiting_note(world: World) -> Note | None:
     for member, pod in _waiting(world):
         if member.node_lost:
             return _note_of_lost_node(world, member, pod)
-        if pod.node is None and pod.avoided_nodes:
-            nodes = sorted(pod.avoided_nodes)
-            text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
-            text += (
-                "; it avoids nodes that are lost or fail, until Kubernetes taints them, their kubelets "
-                f"renew their leases, or their failing conditions end: {first_of(nodes)}{_kept(world)}"
+        if pod.node is not None or not (pod.avoided_nodes or pod.failed_nodes):
+            continue
+        why = f"it avoids nodes on which workers failed: {', '.join(sorted(pod.failed_nodes))}"
+        if pod.avoided_nodes:
+            why = (
+                "it avoids nodes that are lost or fail, until Kubernetes taints them, their kubelets "
+                f"renew their leases, or their failing conditions end: {first_of(sorted(pod.avoided_nodes))}"
             )
-            return Note(Reason.WAITING_FOR_PODS, text)
-        if pod.node is None and pod.failed_nodes:
-            text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
-            text += (
-                f"; it avoids nodes on which workers failed: {', '.join(sorted(pod.failed_nodes))}"
-                f"{_kept(world)}"
-            )
-            return Note(Reason.WAITING_FOR_PODS, text)
+        text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
+        return Note(Reason.WAITING_FOR_PODS, f"{text}; {why}{_kept(world)}")
     return None
 
 
