@@ -160,6 +160,9 @@ def _named(members: list[MemberState]) -> str:
     return first_of([f"pod {p.name} on node {p.node}" for p in pods], 4)
 
 
+# --------------------------------------------------------------------------- deleted Checkpoint objects
+
+
 RELEASE_SECONDS = 600.0
 """Longest wait for the delete in the store. A store that is unavailable for longer must not prevent the
 deletion of a namespace."""
@@ -231,6 +234,9 @@ def _released(checkpoints: tuple[Checkpoint, ...], why: str) -> list[Action]:
         if text is not None:
             actions.append(warning(Reason.DATA_KEPT, text))
     return actions
+
+
+# --------------------------------------------------------------------------- the end
 
 
 EXIT_GRACE = timedelta(seconds=60)

@@ -237,6 +237,9 @@ def delete_all_pods(world: World) -> list[Delete]:
     return world.deletes(pods, "the job is suspended")
 
 
+# --------------------------------------------------------------------------- a gang that leaves
+
+
 KUBELET_SECONDS = 10.0
 """Time after the grace period of a leaving pod in which its kubelet reports that it is gone."""
 COORDINATOR_ANSWER_SECONDS = 10.0

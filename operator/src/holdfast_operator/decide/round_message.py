@@ -46,6 +46,8 @@ from holdfast_operator.decide.report.conditions import factor as hang_factor
 from holdfast_operator.model.actions import Action, CallPath, OutgoingRound
 from holdfast_operator.model.job import Done
 
+# --------------------------------------------------------------------------- copies
+
 
 def place_copies(domains: tuple[str, ...], copies: int) -> tuple[CopyAssignment, ...]:
     """Return the workers that keep copies, sorted by source and target.
@@ -107,6 +109,9 @@ def _candidates(
     yield from elsewhere[:turn]
     near = (order[(position + shift) % count] for shift in range(1, count))
     yield from (w for w in near if domains[w] == own)
+
+
+# --------------------------------------------------------------------------- the interval
 
 
 def timing(world: World) -> Timing | None:

@@ -125,6 +125,9 @@ def whose(raw: Mapping[str, Any]) -> str:
     return "it has no controller"
 
 
+# --------------------------------------------------------------------------- keys of the work queue
+
+
 class KeyKind(StrEnum):
     JOB = "job"
     ADOPTION = "adoption"

@@ -32,6 +32,9 @@ from holdfast_core.api import Gang, parse_quantity_bytes
 from holdfast_core.contract import SIDECAR_CONTAINER
 from holdfast_core.errors import ConfigError
 
+# --------------------------------------------------------------------------- isolation
+
+
 RESERVED_PREFIX = "holdfast-"
 """Prefix of the names of all containers and volumes that the operator adds."""
 RESERVED_PATH = "/holdfast"
@@ -181,6 +184,9 @@ def items_of(parent: Any, key: str, path: str) -> Iterator[tuple[str, Mapping[st
                 yield f"{path}.{key}[{index}]", value
 
 
+# --------------------------------------------------------------------------- types
+
+
 _Shape = Callable[[str, Any], Iterator[Breach]]
 """Yields the faults of the value at a path."""
 _MAX_SHOWN = 80
@@ -310,6 +316,11 @@ _TEMPLATE = _object(
         nodeName=_text,
     ),
 )
+
+
+# --------------------------------------------------------------------------- digests
+
+
 TEMPLATE = "spec.template"
 RESTORE_FROM = "spec.restoreFrom"
 _DIGEST_BYTES = 6
@@ -349,6 +360,9 @@ def _given(part: BaseModel) -> dict[str, object]:
 def _digest(value: object) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return blake3(text.encode()).hexdigest(_DIGEST_BYTES)
+
+
+# --------------------------------------------------------------------------- the grace period
 
 
 STOP_SECONDS = 30

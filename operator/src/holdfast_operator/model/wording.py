@@ -26,6 +26,9 @@ def first_cause(text: str) -> str:
     return f"{errors[0]} (and {len(errors) - 1} more errors, which the logs of the sidecars have)"
 
 
+# --------------------------------------------------------------------------- how a rank ended
+
+
 LAST_OUTPUT_CHARACTERS = 700
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
 """Prefix that torch's excepthook writes before each line of a traceback."""

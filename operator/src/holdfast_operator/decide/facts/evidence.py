@@ -109,6 +109,9 @@ class Ruling:
         return tuple(f.confirm_gone for f in self.failures if f.confirm_gone is not None)
 
 
+# --------------------------------------------------------------------------- restarts
+
+
 FREE_RESTARTS = 2
 """Restarts from the same step that begin without a delay."""
 MAX_DELAY_SECONDS = 60.0
@@ -218,6 +221,9 @@ def share_of(world: World) -> float:
     """
     seed = f"{world.job.uid}/{world.round}".encode()
     return int.from_bytes(blake3(seed).digest(length=4), "big") / 2**32
+
+
+# --------------------------------------------------------------------------- evidence against checkpoints
 
 
 def failed_from(world: World) -> CheckpointId | None:

@@ -59,6 +59,9 @@ from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template import pod_spec
 from holdfast_operator.model.wording import first_of
 
+# --------------------------------------------------------------------------- nodes on which workers failed
+
+
 PATIENCE_SECONDS = 60.0
 """Time for which a pod waits for a node while it avoids nodes that failed. Karpenter adds no node for a pod
 that excludes nodes by name, so a longer wait gains little."""
@@ -143,6 +146,9 @@ def _nodes_of(world: World) -> dict[Worker, str]:
     return {m.worker: m.node for m in world.members if m.node is not None}
 
 
+# --------------------------------------------------------------------------- nodes that leave
+
+
 @dataclass(frozen=True, slots=True)
 class Departure:
     """A pod on a node that will be taken away soon, and the taint that says so."""
@@ -215,9 +221,6 @@ def next_departure(world: World) -> Departure | None:
     return next(iter(departures(world)), None)
 
 
-# --------------------------------------------------------------------------- the condition
-
-
 def with_leaving_nodes(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition NodesLeaving, which a job without such a node does not get."""
     kind, found = JobCondition.NODES_LEAVING, departures(world)
@@ -236,6 +239,9 @@ def with_leaving_nodes(status: TrainingJobStatus, world: World) -> TrainingJobSt
             reason = Reason.NODE_LEAVING_POD_STAYS
             text += f"The operator deletes none of these pods: {stay}"
     return world.with_condition(status, kind, bool(found), reason, text)
+
+
+# --------------------------------------------------------------------------- nodes that are lost
 
 
 MISPLACED = "a new pod may get a better node"

@@ -51,6 +51,8 @@ from holdfast_operator.decide.facts.world import (
 from holdfast_operator.model.job import ManifestView, PodView, Seen
 from holdfast_operator.model.reasons import Reason
 
+# --------------------------------------------------------------------------- quarantined and missing
+
 
 def quarantined(world: World) -> frozenset[CheckpointId]:
     """Return the checkpoints that the gang does not restore."""

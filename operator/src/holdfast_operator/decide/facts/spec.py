@@ -35,6 +35,8 @@ from holdfast_operator.model.template import (
 )
 from holdfast_operator.model.wording import first_of
 
+# --------------------------------------------------------------------------- problems
+
 
 def find_problem(world: World) -> Note | None:
     """Return the first problem, or None if the operator can run the job.
@@ -212,6 +214,9 @@ def accepted(world: World, problem: Note | None) -> TrainingJobStatus:
     return world.with_condition(world.status, JobCondition.ACCEPTED, value, *note)
 
 
+# --------------------------------------------------------------------------- edits
+
+
 def outdated(world: World) -> dict[str, list[MemberState]]:
     """Return the members whose pods have an earlier value, by the path of each part of the spec.
 
@@ -265,9 +270,6 @@ def _may_go(world: World, workers: list[Worker]) -> bool:
         if point.step is None or point.job_uid is not None:
             return True  # the gang has not trained yet
     return readable.answering_can_be_replaced(world, workers)
-
-
-# --------------------------------------------------------------------------- the condition
 
 
 def with_spec_applied(status: TrainingJobStatus, world: World) -> TrainingJobStatus:

@@ -598,7 +598,7 @@ def back_to(step: Step, lineage: tuple[LineageEntry, ...]) -> tuple[LineageEntry
     return tuple(kept)
 
 
-# --------------------------------------------------------------------------- missing
+# --------------------------------------------------------------------------- the gang
 
 
 def restore_point_is_missing(world: World) -> bool:
@@ -635,6 +635,9 @@ def asked_for(status: TrainingJobStatus, kind: JobCondition) -> bool:
 def all_ended(world: World) -> bool:
     ended = [p for p in world.pods if p.phase is PodPhase.SUCCEEDED]
     return 0 < len(ended) == len(world.members)
+
+
+# --------------------------------------------------------------------------- the memory of the process
 
 
 LONGEST_PAUSE_SECONDS = 5.0

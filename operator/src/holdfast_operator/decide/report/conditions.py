@@ -192,6 +192,9 @@ def _values(rule: FailureRule) -> set[object]:
     return {*rule.on_exit_codes, *rule.on_reasons, *conditions}
 
 
+# --------------------------------------------------------------------------- SidecarsUnreachable
+
+
 REPORTED_AFTER_SECONDS = 30.0
 """Time without an answer after which the condition reports a sidecar. The restart of a sidecar container
 takes less time, and is not reported."""
@@ -295,6 +298,9 @@ def _lost_nodes(world: World) -> str:
     return f". Nodes that are lost: {first_of(sorted(set(map(str, lost.values()))))}. {then}"
 
 
+# --------------------------------------------------------------------------- HangsRepeat
+
+
 MAX_DOUBLINGS = 6
 """Number of doublings of the limits, at most: half an hour becomes 32 hours."""
 _MAX_CAUSE_CHARACTERS = 600
@@ -352,6 +358,9 @@ def _passed(status: TrainingJobStatus, step: Step, world: World) -> TrainingJobS
         return status
     text = f"a step followed step {step}"
     return world.with_condition(status, kind, False, Reason.RECOVERED, text)
+
+
+# --------------------------------------------------------------------------- stragglers
 
 
 _PARTS = {"Input": "mostly for its input", "Forward": "mostly for its forward passes"}
@@ -427,6 +436,9 @@ def _describe(straggler: Straggler, world: World) -> str:
 
 def _place(rank: Rank, world: World) -> str:
     return f"rank {rank} of {world.place(_worker(rank, world))}"
+
+
+# --------------------------------------------------------------------------- Readable
 
 
 WAITING_SECONDS = 10.0
