@@ -298,7 +298,7 @@ def test_an_operator_that_restarts_in_between_knows_the_total_and_no_more_than_i
     assert record.total_seconds == 5.5
 
 
-@pytest.mark.fault("A gang finishes before it was seen to run")
+@pytest.mark.fault("A suspension interrupts a recovery, and the job resumes")
 def test_a_resume_keeps_the_phases_of_the_recovery_that_the_suspension_interrupted() -> None:
     record = RecoveryStatus(round=RestartRound(1), reason="RankFailed", begun_at=now(100.0).utc)
     suspended = status(
@@ -328,6 +328,7 @@ def test_the_pass_that_begins_the_first_round_remembers_when() -> None:
     assert accepted.memory.levels_written_at == 100.0
 
 
+@pytest.mark.fault("A gang finishes before it was seen to run")
 def test_a_gang_that_finishes_before_it_was_seen_to_run_closes_its_recovery() -> None:
     """At the end of a job, the pass that sees the end may be the first that sees the new round."""
     timeline = trained()
