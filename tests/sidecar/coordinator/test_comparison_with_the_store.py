@@ -16,8 +16,9 @@ from holdfast_core.format.keys import manifest_key
 from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
 from holdfast_core.messages.schema import Policy, RestorePoint
 from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.tasks import Pools, Tasks
+from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.coordinator.uploads import COMPARE_SECONDS, Uploads
 
 NEWEST = CheckpointId(Step(20), RestartRound(0))

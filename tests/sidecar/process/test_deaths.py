@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast_core.peer.server import CONNECTION_THREAD
-from holdfast_sidecar.base.tasks import Tasks
+from holdfast_core.tasks import Tasks
 from holdfast_sidecar.process.deaths import Deaths
 
 

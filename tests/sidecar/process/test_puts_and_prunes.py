@@ -18,6 +18,7 @@ from holdfast_core.errors import NotFoundError
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.messages.schema import ManifestPut, Ok, Plan
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.save.room import Room
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
@@ -27,7 +28,6 @@ from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.process.manifests import ManifestRequests
 from holdfast_sidecar.process.pruning import Pruner
 from holdfast_sidecar.save.incoming import IncomingCopies
-from holdfast_sidecar.save.room import Room
 from holdfast_sidecar.wire.intake import LocalConnections
 
 DATA = b"x" * 1000

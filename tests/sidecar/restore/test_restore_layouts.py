@@ -39,6 +39,7 @@ from holdfast_core.messages.schema import (
     RestoreReply,
     Round,
 )
+from holdfast_core.save.layouts import RankLayouts
 from holdfast_core.shards.record import build_manifest
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState
@@ -46,7 +47,6 @@ from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Restored
-from holdfast_sidecar.save.layouts import RankLayouts
 
 NOW = RestartRound(1)
 RANK = Rank(1)

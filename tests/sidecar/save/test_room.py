@@ -24,11 +24,11 @@ from holdfast_core.messages.schema import (
     Policy,
     RankProgress,
 )
+from holdfast_core.save.slot_writes import WriteOutcome
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import NODE_FULL, Failures
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.save.slot_writes import WriteOutcome
 
 ROUND = RestartRound(0)
 PAYLOAD = bytes(range(256)) * 16

@@ -23,13 +23,13 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
+from holdfast_core.save.layouts import RankLayouts
+from holdfast_core.save.slot_notes import SlotNote, SlotNotes
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, list_slots
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.process.app import start_sidecar
-from holdfast_sidecar.save.layouts import RankLayouts
-from holdfast_sidecar.save.slot_notes import SlotNote, SlotNotes
 from holdfast_sidecar.wire.intake import Intake, LocalConnections
 
 GUARD_SECONDS = 60

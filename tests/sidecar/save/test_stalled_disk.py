@@ -15,12 +15,13 @@ from tests.support.sidecar.waiting import until
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.ids import JobUid
+from holdfast_core.save.slot_writes import WriteOutcome
 from holdfast_core.shm.slot_file import SlotState
+from holdfast_core.tasks import until_done
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Pools, until_done
-from holdfast_sidecar.save.slot_writes import WriteOutcome
+from holdfast_sidecar.base.tasks import Pools
 
 JOB = JobUid("5d4a")
 PAYLOAD = bytes(range(256)) * 16

@@ -19,6 +19,8 @@ from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.save.slot_writes import WriteOutcome
+from holdfast_core.save.staging import Stager
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.tiers.base import PayloadSource
@@ -27,8 +29,6 @@ from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.save.slot_writes import WriteOutcome
-from holdfast_sidecar.save.staging import Stager
 
 RANK, ROUND = Rank(0), RestartRound(0)
 _LAYOUT = rank_document(RANK, 1000)

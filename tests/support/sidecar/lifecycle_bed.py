@@ -20,20 +20,20 @@ from holdfast_core.ids import JobUid, RestartRound, ShardRef, Worker
 from holdfast_core.messages.schema import Round
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.save.layouts import RankLayouts
 from holdfast_core.shards.record import ShardRecord
+from holdfast_core.signals import Signal
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.process.lifecycle import Lifecycle
-from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.plan import OwnShard
 
 

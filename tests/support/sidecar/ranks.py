@@ -36,6 +36,7 @@ from holdfast_core.messages.schema import (
     Stage,
     Staged,
 )
+from holdfast_core.save.slot_notes import SlotNote
 from holdfast_core.shm.slot_file import (
     HEADER_BYTES,
     STATE_OFFSET,
@@ -44,7 +45,6 @@ from holdfast_core.shm.slot_file import (
     pack_state,
     slot_name,
 )
-from holdfast_sidecar.save.slot_notes import SlotNote
 
 
 def rank_document(rank: int, payload_bytes: int) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.save.layouts import RankLayouts
+from holdfast_core.save.staging import Stager
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
@@ -12,9 +14,7 @@ from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.base.telemetry import Telemetry
-from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.save.layouts import RankLayouts
-from holdfast_sidecar.save.staging import Stager
+from holdfast_sidecar.save.node_place import NodeReports, node_place
 
 
 def stager_of(
@@ -26,10 +26,15 @@ def stager_of(
     metrics: Metrics | None = None,
 ) -> Stager:
     metrics = metrics or Metrics()
+    clock = SystemClock()
     return Stager(
-        Pod(settings, SystemClock(), CurrentRound(state)),
-        Tiers(node, None, pools),
-        Telemetry(metrics, failures),
-        RankLayouts(settings.layouts_dir, node, pools),
+        node_place(
+            Pod(settings, clock, CurrentRound(state)),
+            node,
+            RankLayouts(settings.layouts_dir, node, pools),
+        ),
+        pools,
+        NodeReports(Telemetry(metrics, failures)),
         BackgroundLimit(settings.slots_dir, waited_for_copies=metrics.waited_for_copies),
+        clock,
     )

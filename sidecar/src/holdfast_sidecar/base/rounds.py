@@ -91,6 +91,13 @@ class RoundState:
     def own_ranks(self) -> range:
         return ranks_of(self.worker, self.procs_per_worker)
 
+    @property
+    def waits_for_choice(self) -> bool:
+        return self.accepted is not None and self.accepted.policy.keeps_newest
+
+    def refusal(self, round_: RestartRound) -> Refused | None:
+        return fence(self, round_)
+
     def member(self, worker: Worker) -> Member | None:
         return self._by_worker.get(worker)
 

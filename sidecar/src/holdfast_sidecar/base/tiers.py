@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from holdfast_core.errors import CorruptionError, UnreadableError
 from holdfast_core.ids import CheckpointId, JobUid, ShardRef, TierName
 from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tasks import Pool
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.tasks import Pool, Pools
+from holdfast_sidecar.base.tasks import Pools
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,10 +53,10 @@ from holdfast_core.messages.schema import (
     Straggler,
     WorkerReport,
 )
+from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.alarm import CommitAlarm
 from holdfast_sidecar.coordinator.choice import Choice, choose

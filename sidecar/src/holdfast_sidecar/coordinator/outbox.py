@@ -25,10 +25,10 @@ from holdfast_core.messages.schema import (
     Plan,
     Round,
 )
+from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.tree import relay_of
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 from holdfast_sidecar.coordinator.plan import missing, plan

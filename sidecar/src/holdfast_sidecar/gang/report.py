@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Rank, TierName, Worker
 from holdfast_core.messages.schema import Ok, RankSaves, WorkerReport
+from holdfast_core.save.staging import Stager
+from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import RankGauges
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.save.flow import Flow
-from holdfast_sidecar.save.staging import Stager
 from holdfast_sidecar.wire.client import Peers
 
 _REPORTS_PER_SECOND = 1000

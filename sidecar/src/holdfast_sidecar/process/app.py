@@ -18,11 +18,11 @@ from typing import Any
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.shm.shared_files import opened_directory, replace_file
+from holdfast_core.signals import Signal
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.settings import PORTS_FILE, Settings
-from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.coordinator.role import CoordinatorRole
 from holdfast_sidecar.gang.notices import RankNotices

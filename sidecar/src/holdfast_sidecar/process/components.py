@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast_core.signals import Signal
 from holdfast_sidecar.base.pod import CurrentRound
-from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.coordinator.role import CoordinatorRole
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast_core.peer.server import CONNECTION_THREAD
+from holdfast_core.tasks import BACKGROUND_TASK
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.tasks import BACKGROUND_TASK
 
 DIED_STATUS = 70
 """Exit status of a sidecar that an unexpected exception ended (EX_SOFTWARE)."""

@@ -19,6 +19,7 @@ from holdfast_core.messages.schema import (
     ListedShard,
     UncommittedShard,
 )
+from holdfast_core.save.owned_slots import info_of
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_sidecar.base import logs
@@ -27,7 +28,6 @@ from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.components import SaveComponents
-from holdfast_sidecar.save.owned_slots import info_of
 
 MOST_ENTRY_BYTES = 320
 """Bound of the JSON of one entry, a shard or a manifest."""

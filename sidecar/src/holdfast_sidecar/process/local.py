@@ -24,14 +24,14 @@ from holdfast_core.messages.schema import (
     StoreAddress,
 )
 from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
+from holdfast_core.save.slot_writes import WriteOutcome
+from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState, fence
-from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.save.flow import own_shard
-from holdfast_sidecar.save.slot_writes import WriteOutcome
 from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
 
 _LAST_MESSAGES_SECONDS = 5.0

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Level, Step, TierName
 from holdfast_core.messages.schema import Plan, Round
+from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.save.components import SaveComponents

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from holdfast_core.signals import Signal
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.restore.fill import Filler

@@ -27,11 +27,11 @@ from holdfast_core.messages.schema import (
     Suspect,
 )
 from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tasks import Tasks
 from holdfast_core.tiers.source_errors import SourceErrors
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.wire.members import Members
 

@@ -43,11 +43,11 @@ from holdfast_core.reshard.saved import holders_of
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile, SlotState, rank_of_slot
 from holdfast_core.shm.slot_fill import first_fitting, names_shard
+from holdfast_core.signals import Signal
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState, fence
-from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fill_target import FillTarget
 from holdfast_sidecar.restore.rehydrate import Rehydrator, Restored

@@ -17,11 +17,11 @@ from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import Rank, ShardRef, TierName, worker_of
 from holdfast_core.messages.schema import Member
 from holdfast_core.reading.reader import ShardPlace
+from holdfast_core.tasks import Pool
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.tasks import Pool
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.wire.bulk import BulkPeers

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from holdfast_core.ids import Step
 from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.save.layouts import RankLayouts
+from holdfast_core.save.staging import Stager
+from holdfast_core.signals import Signal
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.flow import Flow
-from holdfast_sidecar.save.layouts import RankLayouts
-from holdfast_sidecar.save.staging import Stager
+from holdfast_sidecar.save.node_place import NodeReports, node_place
 from holdfast_sidecar.wire.members import Members
 
 
@@ -28,7 +29,13 @@ class SaveComponents:
     ) -> None:
         """Create the components. `changed` is called when this worker's report may have changed."""
         self.layouts = RankLayouts(pod.settings.layouts_dir, tiers.node, tiers.pools)
-        self.stager = Stager(pod, tiers, telemetry, self.layouts, background)
+        self.stager = Stager(
+            node_place(pod, tiers.node, self.layouts),
+            tiers.pools,
+            NodeReports(telemetry),
+            background,
+            pod.clock,
+        )
         self.stager.changed.subscribe(changed)
         self.flow = Flow(pod, tiers, members, self.layouts, telemetry, changed)
         self._current = pod.current

@@ -30,18 +30,18 @@ from holdfast_core.messages.schema import (
     RefusedShard,
     ReportedShard,
 )
+from holdfast_core.save.layouts import RankLayouts
+from holdfast_core.save.owned_slots import info_of
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.store.rules import StoredAs
 from holdfast_core.store.sharing import ShardUploader
+from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.other_tables import OtherTables
-from holdfast_sidecar.save.owned_slots import info_of
 from holdfast_sidecar.save.plan import (
     Action,
     OwnShard,

@@ -21,10 +21,10 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName
+from holdfast_core.tasks import Tasks
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.upkeep.replace import Replacer

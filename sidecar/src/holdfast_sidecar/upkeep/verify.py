@@ -5,8 +5,8 @@ from __future__ import annotations
 from holdfast_core.errors import HoldfastError, NotFoundError
 from holdfast_core.ids import ShardRef, TierName
 from holdfast_core.messages.schema import Suspect
+from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 

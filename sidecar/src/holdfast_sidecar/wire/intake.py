@@ -35,9 +35,9 @@ from holdfast_core.messages.schema import (
 from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
 from holdfast_core.net.listener import ConnectionLimits, Connections
 from holdfast_core.shm.shared_files import listen_unix
+from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.wire.bodies import ByteBudget
 from holdfast_sidecar.wire.closed import ClosedConnections
 

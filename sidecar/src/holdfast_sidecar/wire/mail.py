@@ -11,7 +11,7 @@ from itertools import chain
 from holdfast_core.errors import FormatError, HoldfastError
 from holdfast_core.ids import Worker
 from holdfast_core.messages.relay import Answer, Letter
-from holdfast_sidecar.base.tasks import Tasks
+from holdfast_core.tasks import Tasks
 
 _MAX_LETTERS = 256
 _MAX_BYTES = 16 << 20

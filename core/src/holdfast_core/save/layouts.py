@@ -17,15 +17,15 @@ from holdfast_core.format.rank_layout import (
     parse_rank_layout,
 )
 from holdfast_core.ids import Digest
+from holdfast_core.save.pools import SavePools
 from holdfast_core.shm.layout_files import LayoutFiles
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base.tasks import Pools
 
 
 class RankLayouts:
     """Access to the layout documents of this pod's ranks, in the shared volume and on the node tier."""
 
-    def __init__(self, directory: Path, node: NodeTier, pools: Pools) -> None:
+    def __init__(self, directory: Path, node: NodeTier, pools: SavePools) -> None:
         self._files = LayoutFiles(directory)
         self._node = node
         self._pools = pools

@@ -6,6 +6,7 @@ without a note is therefore finished and may be freed. All calls block, but the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.shared_files import own_directory, read_regular, remove, replace_file
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 from holdfast_core.shm.slot_save import check_slot
-from holdfast_sidecar.base import logs
 
 _MAX_NOTE_BYTES = 64 << 10
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class SlotNotes:
             with self._opened() as directory:
                 remove(directory, _name(slot))
         except OSError as error:
-            logs.warning("removing the note of a slot failed", slot=slot, error=str(error))
+            _LOG.warning("removing the note of slot %s failed: %s", slot, error)
 
     def read(self, slot: str) -> SlotNote | None:
         """Return the note of a slot, or None if it has none. Raises FormatError, OSError."""
@@ -118,7 +119,5 @@ def left_in_slots(
                 slot.close()
             found.append(note)
         except (HoldfastError, OSError) as error:
-            logs.warning(
-                "a slot was not written when its round was sealed", slot=name, error=str(error)
-            )
+            _LOG.warning("slot %s was not written when its round was sealed: %s", name, error)
     return tuple(found)

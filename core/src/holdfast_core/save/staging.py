@@ -18,41 +18,41 @@ it and finishes the save.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, RefusedError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import Rank, Step
 from holdfast_core.messages.schema import Refusal, Stage, Staged
 from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots, rank_of_slot
-from holdfast_core.shm.slot_save import check_slot
-from holdfast_core.tiers.base import ShardRecord
-from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.rounds import RoundState, fence
-from holdfast_sidecar.base.signals import Signal
-from holdfast_sidecar.base.tasks import Tasks
-from holdfast_sidecar.base.telemetry import Telemetry
-from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.save.layouts import RankLayouts
-from holdfast_sidecar.save.owned_slots import (
+from holdfast_core.save.owned_slots import (
     OwnedSlot,
     Where,
     next_write,
     to_seal,
 )
-from holdfast_sidecar.save.repeated import RepeatedSaves
-from holdfast_sidecar.save.slot_notes import SlotNote, SlotNotes, left_in_slots, take_or_free
-from holdfast_sidecar.save.slot_writes import SlotWrites, WriteOutcome
+from holdfast_core.save.place import SavePlace, SaveReports, SaveRound
+from holdfast_core.save.pools import SavePools
+from holdfast_core.save.repeated import RepeatedSaves
+from holdfast_core.save.slot_notes import SlotNote, SlotNotes, left_in_slots, take_or_free
+from holdfast_core.save.slot_writes import SlotWrites, WriteOutcome
+from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots, rank_of_slot
+from holdfast_core.shm.slot_save import check_slot
+from holdfast_core.signals import Signal
+from holdfast_core.tasks import Tasks
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Round:
     """What the stager knows of a round."""
 
-    accepted: RoundState | None = None
+    accepted: SaveRound | None = None
     """The round whose ROUND this process has accepted. None while sealed: only `write_waiting` begins
     writes then."""
     newest: dict[Rank, Step] = field(default_factory=dict)
@@ -69,27 +69,26 @@ class Stager:
 
     def __init__(
         self,
-        pod: Pod,
-        tiers: Tiers,
-        telemetry: Telemetry,
-        layouts: RankLayouts,
+        place: SavePlace,
+        pools: SavePools,
+        reports: SaveReports,
         background: BackgroundLimit,
+        clock: Clock,
     ) -> None:
-        self._pod = pod
-        self._tiers = tiers
-        self._layouts = layouts
-        self.slot_writes = SlotWrites(pod, tiers, telemetry)
-        self._metrics = telemetry.metrics
+        self._place = place
+        self._pools = pools
+        self._clock = clock
+        self.slot_writes = SlotWrites(place, pools, reports, clock)
+        self._reports = reports
         self._background = background
         self.ended: Signal[[WriteOutcome]] = Signal()
         """Called with the result of each save."""
         self.changed: Signal[[]] = Signal()
         """Called when the slots that the sidecar owns have changed."""
-        self._notes = SlotNotes(pod.settings.staged_dir)
         self._owned: dict[str, OwnedSlot] = {}
         self._staging: dict[Stage, asyncio.Future[Staged]] = {}
         """Requests that are being served."""
-        self._repeated = RepeatedSaves(pod, tiers, self._owned)
+        self._repeated = RepeatedSaves(place, pools, self._owned)
         self._round = _Round()
         self._tasks = Tasks()
         self.memory: dict[str, ShardRecord] = {}
@@ -138,7 +137,7 @@ class Stager:
         state = self._round.accepted
         return state is not None and owned.stage.round == state.round
 
-    async def stage(self, current: Callable[[], RoundState], message: Stage) -> Staged:
+    async def stage(self, current: Callable[[], SaveRound], message: Stage) -> Staged:
         """Take ownership of a full slot, and begin to write it unless it waits.
 
         If this raises, the slot is unchanged.
@@ -174,24 +173,25 @@ class Stager:
         if not done.cancelled():
             done.exception()  # if no request waits any more, asyncio would warn
 
-    async def _stage(self, current: Callable[[], RoundState], message: Stage) -> Staged:
-        await self._layouts.ensure(message.layout)
+    async def _stage(self, current: Callable[[], SaveRound], message: Stage) -> Staged:
+        await self._place.ensure_layout(message)
         expect_of_round(current(), message)  # a SEAL may have arrived while the layout was read
         if await self._repeated.compare(lambda: expect_of_round(current(), message), message):
             return Staged(message.step)
         state = expect_of_round(current(), message)
-        slot = SlotFile.open(self._pod.settings.slots_dir, message.slot)
+        slot = self._place.open_slot(message.slot)
         try:
-            check_slot(slot.header(), message, SlotState.FULL)
+            check_slot(slot.header(), message, *self._place.staged_states)
             if message.slot in self._owned:
                 raise RefusedError(Refusal.BUSY, f"slot {message.slot} is being written")
-            self._notes.write(SlotNote(message, state.world_size))
+            if self._place.notes is not None:
+                self._place.notes.write(SlotNote(message, state.world_size))
             self.memory.pop(slot.name, None)
             slot.set_state(SlotState.OWNED)
         except BaseException:
             slot.close()
             raise
-        waits = self._may_wait(state) and any(
+        waits = state.waits_for_choice and any(
             o.stage.rank == message.rank for o in self._owned.values()
         )
         self._take(slot, message, state, waits=waits)
@@ -215,7 +215,7 @@ class Stager:
             owned.dropped = True
         for owned in waiting:
             self._free(owned)
-        self._metrics.dropped(len({o.stage.step for o in waiting}))
+        self._reports.dropped(len({o.stage.step for o in waiting}))
         self.changed()
 
     # ------------------------------------------------------------------ rounds
@@ -235,14 +235,14 @@ class Stager:
         Returns:
             False if the time ran out.
         """
-        deadline = self._pod.clock.monotonic() + timeout_seconds
+        deadline = self._clock.monotonic() + timeout_seconds
         await self.take_left()
         waiting = to_seal(self._owned.values())
         for checkpoint in sorted({o.checkpoint for o in waiting}):
             for owned in waiting:
                 if owned.checkpoint == checkpoint:
                     self._start(owned)
-            if not await self._tasks.join(max(0.0, deadline - self._pod.clock.monotonic())):
+            if not await self._tasks.join(max(0.0, deadline - self._clock.monotonic())):
                 return False
         return True
 
@@ -252,19 +252,22 @@ class Stager:
         A seal calls this, since the sidecar may have restarted after the ROUND. Returns whether
         `write_waiting` has anything to write.
         """
-        left = await self._tiers.pools.read.run(
-            left_in_slots, self._pod.settings.slots_dir, self._notes, known=frozenset(self._owned)
-        )
+        notes, slots_dir = self._place.notes, self._place.slots_dir
+        left: tuple[SlotNote, ...] = ()
+        if notes is not None:
+            left = await self._pools.read.run(
+                left_in_slots, slots_dir, notes, known=frozenset(self._owned)
+            )
         for note in left:
             name = note.stage.slot
             if name not in self._owned:
-                slot = SlotFile.open(self._pod.settings.slots_dir, name)
+                slot = self._place.open_slot(name)
                 owned = OwnedSlot(note.stage, slot, note.world_size, Where.WAITING)
                 self._owned[name] = owned
         return bool(to_seal(self._owned.values()))
 
     def recover(
-        self, state: RoundState, durable: frozenset[tuple[Rank, Step]] = frozenset()
+        self, state: SaveRound, durable: frozenset[tuple[Rank, Step]] = frozenset()
     ) -> None:
         """Begin a round, after its ROUND was accepted.
 
@@ -282,32 +285,36 @@ class Stager:
             # A write of an older round that is still under way finishes: it may be of the restore point.
             if not self._is_current(owned) and owned.where is Where.WAITING:
                 self._free(owned)
-        for name in list_slots(self._pod.settings.slots_dir):
+        if self._place.notes is not None:
+            self._take_over(state, durable, self._place.notes)
+
+    def _take_over(
+        self, state: SaveRound, durable: frozenset[tuple[Rank, Step]], notes: SlotNotes
+    ) -> None:
+        """Take over or free the slots that this process does not own."""
+        for name in list_slots(self._place.slots_dir):
             if self.owns(name):
                 continue
             try:
-                slot = SlotFile.open(self._pod.settings.slots_dir, name)
+                slot = self._place.open_slot(name)
             except HoldfastError as error:
-                logs.warning("recovering a slot failed", slot=name, error=str(error))
+                _LOG.warning("recovering slot %s failed: %s", name, error)
                 continue
             try:
-                message = take_or_free(slot, self._notes, state.round)
+                message = take_or_free(slot, notes, state.round)
             except (HoldfastError, OSError) as error:
-                logs.warning("recovering a slot failed", slot=name, error=str(error))
+                _LOG.warning("recovering slot %s failed: %s", name, error)
                 message = None
             if message is None:
                 slot.close()
             else:
                 # Even a slot whose write was interrupted waits: the coordinator chooses what is next.
-                waits = self._may_wait(state) and (message.rank, message.step) not in durable
+                waits = state.waits_for_choice and (message.rank, message.step) not in durable
                 self._take(slot, message, state, waits=waits)
 
     # ------------------------------------------------------------------ inside
 
-    def _may_wait(self, state: RoundState) -> bool:
-        return state.accepted is not None and state.accepted.policy.keeps_newest
-
-    def _take(self, slot: SlotFile, message: Stage, state: RoundState, *, waits: bool) -> None:
+    def _take(self, slot: SlotFile, message: Stage, state: SaveRound, *, waits: bool) -> None:
         """Add an owned slot, and begin its write unless it waits."""
         slot.throttle = self._background.take
         owned = OwnedSlot(message, slot, state.world_size, Where.WAITING)
@@ -340,13 +347,14 @@ class Stager:
         name = owned.stage.slot
         self._owned.pop(name, None)
         owned.freed.set()
-        self._notes.remove(name)
+        if self._place.notes is not None:
+            self._place.notes.remove(name)
         failpoint("memory.before_free")
         try:
             owned.slot.free()
         except HoldfastError as error:
             # The trainer can cause this at any time, and an unhandled error of a task ends the process.
-            logs.warning("freeing a slot failed", slot=name, error=str(error))
+            _LOG.warning("freeing slot %s failed: %s", name, error)
 
     async def _write(self, owned: OwnedSlot) -> None:
         outcome: WriteOutcome | None = None
@@ -364,12 +372,12 @@ class Stager:
         self._advance()
 
 
-def expect_of_round(state: RoundState, message: Stage) -> RoundState:
+def expect_of_round(state: SaveRound, message: Stage) -> SaveRound:
     """Return `state` if the message is of its round and of a rank of this pod.
 
     Raises RefusedError, FormatError.
     """
-    refused = fence(state, message.round)
+    refused = state.refusal(message.round)
     if refused is not None:
         raise RefusedError(refused.code, refused.message)
     if rank_of_slot(message.slot) != message.rank or message.rank not in state.own_ranks:

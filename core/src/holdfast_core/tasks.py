@@ -1,0 +1,156 @@
+"""Work in the background: tasks of a component, threads for calls that block, and calls that stall.
+
+Tasks are referenced while they run, and cancelled together. An exception that a task does not handle is
+passed to the event loop's exception handler. The handler of a sidecar process is `deaths.Deaths`, which
+then ends the process.
+
+All calls that block run in bounded thread pools: disk, bulk connections of peers, object store. A thread
+cannot be cancelled. `drain` therefore also waits for calls whose awaiting task was cancelled, so that a
+seal does not list the inventory while a write of the old round is still under way.
+
+A call that neither returns nor makes progress, such as a write to a disk that hangs, is reported as long as
+it lasts and is not given up: a thread that is blocked in the kernel cannot be ended, and its bytes may
+still be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+BACKGROUND_TASK = "holdfast background task"
+"""Key of the failed task's name in the context of the loop's exception handler."""
+
+_SPAWNED_AT_ONCE = 64
+
+
+class Tasks:
+    """The background tasks of one component. asyncio itself keeps only weak references to tasks."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def spawn_all(self, works: Iterable[tuple[Coroutine[Any, Any, Any], str]]) -> None:
+        """Spawn many tasks, so that the event loop does other work in between. Spawn this as a task."""
+        for count, (work, name) in enumerate(works):
+            self.spawn(work, name)
+            if count % _SPAWNED_AT_ONCE == _SPAWNED_AT_ONCE - 1:
+                await asyncio.sleep(0)
+
+    def soon(self, call: Callable[[], object], name: str) -> None:
+        """Run `call` on the loop as a task, after the code that runs now has yielded."""
+
+        async def work() -> None:
+            call()
+
+        self.spawn(work(), name)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            task.get_loop().call_exception_handler(
+                {
+                    "message": f"background task {task.get_name()!r} ended with an unexpected error",
+                    "exception": error,
+                    BACKGROUND_TASK: task.get_name(),
+                }
+            )
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait for them. A task that calls this itself is not cancelled."""
+        current = asyncio.current_task()
+        tasks = [t for t in self._tasks if t is not current]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def join(self, timeout_seconds: float) -> bool:
+        """Wait for all tasks that run now. Return False if the time ran out."""
+        waiting = set(self._tasks)
+        if not waiting:
+            return True
+        _, pending = await asyncio.wait(waiting, timeout=timeout_seconds)
+        return not pending
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Pool:
+    """Named thread pool with a record of its unfinished calls."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._running: set[Future[Any]] = set()
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `call` in a thread, and return or raise what it does.
+
+        The call is queued before the first await. If the caller checks the round just before, without an
+        await in between, then a SEAL that arrives later finds the call in `drain`. Cancelling the awaiting
+        task does not cancel the call.
+        """
+        future = self._executor.submit(call, *args, **kwargs)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Wait for the calls that are running or queued now. Return False if the time ran out."""
+        waiting = {asyncio.wrap_future(f) for f in tuple(self._running) if not f.cancelled()}
+        if not waiting:
+            return True
+        done, pending = await asyncio.wait(waiting, timeout=timeout_seconds)
+        for future in done:
+            # The caller of `run` receives the exception. Retrieving it here prevents asyncio's warning.
+            future.exception()
+        return not pending
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+async def until_done(
+    call: Awaitable[T],
+    progress: Callable[[], int],
+    *,
+    quiet_seconds: float,
+    stalled: Callable[[float], object],
+    moving: Callable[[], object],
+) -> T:
+    """Await `call`, report while it makes no progress, and return or raise what it does.
+
+    Args:
+        call: The call to await.
+        progress: Returns a number that grows with the work, such as a count of bytes.
+        quiet_seconds: Period in which the progress is compared.
+        stalled: Called after each period without progress, with the seconds that the call has stalled.
+        moving: Called when there is progress again.
+    """
+    task = asyncio.ensure_future(call)
+    seen, quiet = progress(), 0.0
+    try:
+        while not (await asyncio.wait({task}, timeout=quiet_seconds))[0]:
+            now = progress()
+            if now == seen:
+                quiet += quiet_seconds
+                stalled(quiet)
+            elif quiet:
+                quiet = 0.0
+                moving()
+            seen = now
+        return task.result()
+    finally:
+        task.cancel()
