@@ -118,8 +118,8 @@ class Pool:
             future.exception()
         return not pending
 
-    def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+    def close(self, *, wait: bool = False) -> None:
+        self._executor.shutdown(wait=wait, cancel_futures=True)
 
 
 async def until_done(

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
 from holdfast.directory.open_folder import ServiceOptions
-from holdfast.directory.save_worker import Push
+from holdfast.directory.pending import Push
 from holdfast.directory.service import DirectoryService, MakeUploads
 from holdfast.directory.uploads import Uploads
 from holdfast.slots.staging import SlotRing

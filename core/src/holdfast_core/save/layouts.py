@@ -6,6 +6,7 @@ get a copy of a shard which names them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast_core.errors import CorruptionError, NotFoundError
@@ -29,10 +30,15 @@ class RankLayouts:
         self._files = LayoutFiles(directory)
         self._node = node
         self._pools = pools
-        self._known: dict[Digest, LayoutDigests] = {}
+        self.known: dict[Digest, LayoutDigests] = {}
+        """What layouts of saves have in common with others. `ensure` adds those of its layouts."""
 
-    async def ensure(self, digest: Digest) -> None:
+    async def ensure(self, digest: Digest, put: Callable[[bytes], object] | None = None) -> None:
         """Make the document durable on the node tier. One that is there is only marked as used.
+
+        Args:
+            digest: Digest of the document.
+            put: Puts the document into the node tier, in place of `put_layout`.
 
         Raises:
             NotFoundError: The document is not in the shared volume.
@@ -40,20 +46,20 @@ class RankLayouts:
             CorruptionError: The document has another digest.
             UnavailableError: The document cannot be read.
         """
-        if digest not in self._known or not await self._pools.meta.run(
+        if digest not in self.known or not await self._pools.meta.run(
             self._node.keep_layout, digest
         ):
-            self._known[digest] = await self._pools.meta.run(self._store, digest)
+            self.known[digest] = await self._pools.meta.run(self._store, digest, put)
 
     async def digests(self, digest: Digest) -> LayoutDigests:
         """Return what the layout of an own shard has in common with others.
 
         Raises what `document` raises.
         """
-        if digest not in self._known:
+        if digest not in self.known:
             # The process that stored this shard has ended since.
-            self._known[digest] = await self._pools.read.run(self._digests, digest)
-        return self._known[digest]
+            self.known[digest] = await self._pools.read.run(self._digests, digest)
+        return self.known[digest]
 
     async def document(self, digest: Digest) -> bytes:
         """Return the layout of an own shard. It is stored again if the node tier has lost it.
@@ -75,10 +81,10 @@ class RankLayouts:
         await self._pools.meta.run(self._files.ensure, document, digest)
         return digest
 
-    def _store(self, digest: Digest) -> LayoutDigests:
+    def _store(self, digest: Digest, put: Callable[[bytes], object] | None = None) -> LayoutDigests:
         document = self._files.read(digest)
         digests = layout_digests(document)
-        self._node.put_layout(document)
+        (put or self._node.put_layout)(document)
         return digests
 
     def _digests(self, digest: Digest) -> LayoutDigests:

@@ -22,6 +22,7 @@ class SavePools:
         self.meta = Pool("meta", 1)
         self.read = Pool("read", disk)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = False) -> None:
+        """End the threads. Calls that run now finish, and with `wait` this returns after them."""
         for pool in (self.shard, self.digest, self.meta, self.read):
-            pool.close()
+            pool.close(wait=wait)

@@ -22,7 +22,9 @@ from holdfast_core.shm.slot_save import check_slot, digest_slot, saved_before, s
 class RepeatedSaves:
     """Comparisons of repeated saves, on the event loop. `owned` are the slots that the stager owns."""
 
-    def __init__(self, place: SavePlace, pools: SavePools, owned: Mapping[str, OwnedSlot]) -> None:
+    def __init__(
+        self, place: SavePlace, pools: SavePools, owned: Mapping[tuple[int, int], OwnedSlot]
+    ) -> None:
         self._place = place
         self._pools = pools
         self._owned = owned
@@ -63,7 +65,7 @@ class RepeatedSaves:
     async def _digested(self, owned: OwnedSlot) -> ShardRecord | None:
         """Return the record of a waiting slot. None once the slot is freed, and its bytes are gone."""
         if owned.where is Where.WAITING:
-            slot = self._place.open_slot(owned.stage.slot)
+            slot = owned.slot.duplicate()
             header = shard_header(owned.stage, self._place.job_uid, owned.world_size)
             try:
                 record = await self._pools.digest.run(digest_slot, header, slot)

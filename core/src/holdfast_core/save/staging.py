@@ -85,7 +85,8 @@ class Stager:
         """Called with the result of each save."""
         self.changed: Signal[[]] = Signal()
         """Called when the slots that the sidecar owns have changed."""
-        self._owned: dict[str, OwnedSlot] = {}
+        self._owned: dict[tuple[int, int], OwnedSlot] = {}
+        """By `SlotFile.identity`."""
         self._staging: dict[Stage, asyncio.Future[Staged]] = {}
         """Requests that are being served."""
         self._repeated = RepeatedSaves(place, pools, self._owned)
@@ -105,7 +106,7 @@ class Stager:
         return any(o.where is Where.WAITING for o in self._owned.values())
 
     def owns(self, slot: str) -> bool:
-        return slot in self._owned
+        return any(o.stage.slot == slot for o in self._owned.values())
 
     def waiting(self, rank: Rank) -> tuple[Step, ...]:
         """Return the rank's steps of the current round that wait in slots, oldest first."""
@@ -159,8 +160,7 @@ class Stager:
         expect_of_round(current(), message)
         staging = self._staging.get(message)
         if staging is None:
-            owned = self._owned.get(message.slot)
-            if owned is not None and owned.stage == message:  # the rank connected again
+            if any(o.stage == message for o in self._owned.values()):  # the rank connected again
                 return Staged(message.step)
             staging = asyncio.ensure_future(self._stage(current, message))
             self._staging[message] = staging
@@ -182,7 +182,9 @@ class Stager:
         slot = self._place.open_slot(message.slot)
         try:
             check_slot(slot.header(), message, *self._place.staged_states)
-            if message.slot in self._owned:
+            # A note names its slot by the name, so that it cannot name two files.
+            has_note = self._place.notes is not None and self.owns(message.slot)
+            if has_note or slot.identity in self._owned:
                 raise RefusedError(Refusal.BUSY, f"slot {message.slot} is being written")
             if self._place.notes is not None:
                 self._place.notes.write(SlotNote(message, state.world_size))
@@ -256,15 +258,24 @@ class Stager:
         left: tuple[SlotNote, ...] = ()
         if notes is not None:
             left = await self._pools.read.run(
-                left_in_slots, slots_dir, notes, known=frozenset(self._owned)
+                left_in_slots,
+                slots_dir,
+                notes,
+                known=frozenset(o.stage.slot for o in self._owned.values()),
             )
         for note in left:
             name = note.stage.slot
-            if name not in self._owned:
+            if not self.owns(name):
                 slot = self._place.open_slot(name)
                 owned = OwnedSlot(note.stage, slot, note.world_size, Where.WAITING)
-                self._owned[name] = owned
+                self._owned[slot.identity] = owned
         return bool(to_seal(self._owned.values()))
+
+    def abandon(self) -> None:
+        """Close the waiting slots and leave them OWNED, as the end of the process does."""
+        for owned in self._owned.values():
+            if owned.where is Where.WAITING:
+                owned.slot.close()
 
     def recover(
         self, state: SaveRound, durable: frozenset[tuple[Rank, Step]] = frozenset()
@@ -318,7 +329,7 @@ class Stager:
         """Add an owned slot, and begin its write unless it waits."""
         slot.throttle = self._background.take
         owned = OwnedSlot(message, slot, state.world_size, Where.WAITING)
-        self._owned[message.slot] = owned
+        self._owned[slot.identity] = owned
         self._round.newest[message.rank] = message.step
         if not waits:
             self._start(owned)
@@ -345,7 +356,7 @@ class Stager:
         If the process ends in between, the next one finds an OWNED slot without a note and frees it.
         """
         name = owned.stage.slot
-        self._owned.pop(name, None)
+        self._owned.pop(owned.slot.identity, None)
         owned.freed.set()
         if self._place.notes is not None:
             self._place.notes.remove(name)
@@ -357,14 +368,11 @@ class Stager:
             _LOG.warning("freeing slot %s failed: %s", name, error)
 
     async def _write(self, owned: OwnedSlot) -> None:
-        outcome: WriteOutcome | None = None
-        try:
-            outcome = await self.slot_writes.write(owned)
-        finally:
-            record = None if outcome is None else outcome.record
-            if record is not None and not owned.dropped:
-                self.memory[owned.stage.slot] = record
-            self._free(owned)
+        outcome = await self.slot_writes.write(owned)
+        record = outcome.record
+        if record is not None and not owned.dropped:
+            self.memory[owned.stage.slot] = record
+        self._free(owned)
         if record is not None and owned.dropped:
             await self.slot_writes.delete(record)
         else:

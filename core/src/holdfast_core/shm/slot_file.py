@@ -154,6 +154,16 @@ class SlotFile:
             raise UnavailableError(f"opening slot {name} in {directory}: {error}") from error
         return cls(name, fd)
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode. A rank may replace the file of a name while the old one is still open."""
+        found = os.fstat(self.fd)
+        return found.st_dev, found.st_ino
+
+    def duplicate(self) -> SlotFile:
+        """Return another open slot of the same file."""
+        return SlotFile(self.name, os.dup(self.fd))
+
     def header(self) -> SlotHeader:
         """Read the header.
 

@@ -42,7 +42,7 @@ class Pools(SavePools):
         )
         return all(results)
 
-    def close(self) -> None:
-        super().close()
+    def close(self, *, wait: bool = False) -> None:
+        super().close(wait=wait)
         for pool in (self.fill, self.copy, self.fetch, self.store, self.scrub):
-            pool.close()
+            pool.close(wait=wait)

@@ -22,8 +22,8 @@ from typing import Any
 
 from holdfast.base.settings import current_environment
 from holdfast.directory.open_folder import UPLOAD_SECONDS, OpenFolder, ServiceOptions, parse_options
+from holdfast.directory.pending import describe
 from holdfast.directory.processes import claim
-from holdfast.directory.save_worker import describe
 from holdfast.directory.service import Connection, DirectoryService
 from holdfast_core.errors import ConfigError, UnavailableError
 from holdfast_core.failpoint import failpoint

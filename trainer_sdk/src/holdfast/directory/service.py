@@ -1,7 +1,7 @@
 """Answers the messages of a sidecar from a directory: restore, fill, stage, levels.
 
 One service serves one rank (`holdfast.directory.persister`), or all ranks of a test. The threads of its
-connections call it. `restore.py` answers restores, and the thread of `save_worker.py` writes and commits.
+connections call it. `restore.py` answers restores, and `saves.py` writes and commits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.directory.open_folder import OpenFolder, ServiceOptions
+from holdfast.directory.pending import PendingCommits, Push, describe
 from holdfast.directory.restore import FolderRestore
-from holdfast.directory.save_worker import Push, SaveWorker, describe
+from holdfast.directory.saves import FolderSaves
 from holdfast_core.errors import HoldfastError, RefusedError, StaleRoundError, UnavailableError
 from holdfast_core.ids import RestartRound
 from holdfast_core.messages.refusals import refusal_of
@@ -53,7 +54,7 @@ class DirectoryService:
         self,
         options: ServiceOptions,
         folder: OpenFolder,
-        worker: SaveWorker,
+        saves: FolderSaves,
         background: BackgroundLimit,
         uploads: Uploads | None,
     ) -> None:
@@ -61,7 +62,7 @@ class DirectoryService:
         self._options = options
         self._folder = folder
         self._restores = FolderRestore(folder, LayoutFiles(options.layouts_dir))
-        self._worker = worker
+        self._saves = saves
         self._background = background
         self._is_restored = False
         self.round = folder.round
@@ -75,11 +76,11 @@ class DirectoryService:
         store: FolderStore | None = None,
         make_uploads: MakeUploads | None = None,
     ) -> Self:
-        """Open the directory, determine the round and the restore point, and start the worker thread.
+        """Open the directory, determine the round and the restore point, and start the thread of the saves.
 
         Args:
             options: Directory, ranks and policy.
-            on_worker_end: Called in the worker thread when an exception has ended it.
+            on_worker_end: Called in the thread of the saves when an exception has ended it.
             on_folder_lost: Called when the folder was deleted or unmounted. A new service must be started,
                 which opens the folder again.
             store: The object store of the folder, for restores.
@@ -92,12 +93,12 @@ class DirectoryService:
         folder = OpenFolder.open(options, store)
         background = BackgroundLimit(options.slots_dir)
         background.begin()
-        layouts = LayoutFiles(options.layouts_dir)
         has_uploads = make_uploads is not None and not options.read_only
         uploads = make_uploads(folder, background) if make_uploads and has_uploads else None
-        worker = SaveWorker(folder, layouts, background, on_worker_end, on_folder_lost, uploads)
-        worker.start()
-        return cls(options, folder, worker, background, uploads)
+        commits = PendingCommits(folder, uploads, on_folder_lost)
+        saves = FolderSaves(folder, background, commits, on_worker_end)
+        saves.start()
+        return cls(options, folder, saves, background, uploads)
 
     @property
     def current_round(self) -> RestartRound:
@@ -109,7 +110,7 @@ class DirectoryService:
 
     def write_out(self) -> None:
         """Wait until every staged save is durable on this rank or has failed."""
-        self._worker.write_out()
+        self._saves.write_out()
 
     def finish(self, commit_seconds: float, upload_seconds: float = 0.0) -> bool:
         """Write what is staged, wait for the other ranks' shards and for uploads, then stop.
@@ -121,7 +122,7 @@ class DirectoryService:
         Returns:
             Whether every save of this service was committed, and persisted if there is a store.
         """
-        committed = self._worker.finish(commit_seconds)
+        committed = self._saves.finish(commit_seconds)
         self._folder.remove_spare_files()
         if self._uploads is not None:
             committed = self._uploads.finish(upload_seconds) and committed
@@ -129,7 +130,7 @@ class DirectoryService:
 
     def abort(self) -> None:
         """Stop as a kill would, without writing what is staged."""
-        self._worker.abort()
+        self._saves.abort()
         if self._uploads is not None:
             self._uploads.abort()
 
@@ -162,7 +163,7 @@ class DirectoryService:
             case Stage():
                 self._fence(message.round)
                 self._keep_restored()
-                return self._worker.stage(message, push)
+                return self._saves.stage(message, push)
             case _:
                 raise RefusedError(
                     Refusal.BAD_REQUEST,

@@ -1,0 +1,374 @@
+"""The saves of one folder: the engine that a sidecar runs, over a folder, and the commits after it.
+
+1. `stage` hands a slot to the engine (holdfast_core.save), which writes the staged slots one after the
+   other: digest, shard, record of the shard. Then it frees the slot.
+2. After each write, the checkpoints that are complete are committed and the ranks are told
+   (`PendingCommits`), before the oldest slot that waits is written.
+
+The engine runs on an event loop of its own thread, so that the threads of connections can call it. An
+exception during a save fails that save and is reported to its rank. It does not end the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from holdfast.directory.choice import JOB_UID
+from holdfast.directory.open_folder import OpenFolder
+from holdfast.directory.pending import PendingCommits, Push, describe, warn
+from holdfast_core.clock import SystemClock
+from holdfast_core.errors import (
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+)
+from holdfast_core.failpoint import failpoint
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
+from holdfast_core.messages.schema import Refusal, Refused, SaveFailed, Stage, Staged
+from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
+from holdfast_core.save.layouts import RankLayouts
+from holdfast_core.save.place import SavePlace
+from holdfast_core.save.pools import SavePools
+from holdfast_core.save.slot_writes import WriteOutcome
+from holdfast_core.save.staging import Stager
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shm.slot_file import SlotFile
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Save = tuple[Rank, CheckpointId]
+
+_POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _FolderRound:
+    """The round of this run, which does not change while its persister lives. The service fences it."""
+
+    round: RestartRound
+    own_ranks: range
+    world_size: int
+    waits_for_choice: bool = True
+
+    def refusal(self, round_: RestartRound) -> Refused | None:
+        return None
+
+
+class _FolderReports:
+    """Reports of the writes: the log, and the message to the rank."""
+
+    def stored(self, stage: Stage, payload_bytes: int, seconds: float) -> None: ...
+
+    def no_room(self, stage: Stage, error: Exception) -> None: ...
+
+    def hangs(self, stage: Stage, text: str) -> None:
+        logger.warning("%s", text)
+
+    def continues(self, stage: Stage) -> None: ...
+
+    def failed(self, stage: Stage, error: Exception) -> SaveFailed:
+        warn(error, "save of step %d failed: %s", stage.step)
+        return SaveFailed(
+            stage.step, stage.round, Level.LOCAL, type(error).__name__, describe(error)
+        )
+
+    def dropped(self, steps: int) -> None: ...
+
+
+class FolderSaves:
+    """Runner of the engine for one folder. Thread-safe.
+
+    `on_end` is called in the loop's thread with the exception that has ended it.
+    """
+
+    def __init__(
+        self,
+        folder: OpenFolder,
+        background: BackgroundLimit,
+        commits: PendingCommits,
+        on_end: Callable[[BaseException], None],
+    ) -> None:
+        options = folder.options
+        self._folder = folder
+        self._background = background
+        self._commits = commits
+        self._on_end = on_end
+        self._round = _FolderRound(folder.round, options.own_ranks, options.world_size)
+        self._pools = SavePools(1)
+        self._layouts = RankLayouts(options.layouts_dir, folder.tier, self._pools)
+        place = SavePlace(
+            job_uid=JOB_UID,
+            slots_dir=options.slots_dir,
+            open_slot=folder.open_slot,
+            ensure_layout=self._ensure_layout,
+            write_shard=self._write_shard,
+            list_shards=folder.tier.list_shards,
+            delete_shard=folder.tier.delete_shard,
+            notes=None,
+        )
+        self._stager = Stager(place, self._pools, _FolderReports(), background, SystemClock())
+        self._stager.ended.subscribe(self._ended)
+        self._pushes: dict[_Save, list[Push]] = {}
+        """Whom to tell of the saves that are not durable yet."""
+        self._unclaimed: dict[_Save, SaveFailed] = {}
+        """Failures of saves whose `stage` has not returned yet."""
+        self._last_steps: dict[Rank, Step] = {}
+        self._lost_by: BaseException | None = None
+        """The error of the last write."""
+        self._error: BaseException | None = None
+        """What has ended the loop."""
+        self._woken = asyncio.Event()
+        """Set when a write has ended or a durable save was staged again."""
+        self._changed = asyncio.Event()
+        self._stager.changed.subscribe(self._changed.set)
+        self._stop = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._task_failed)
+        self._thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stage(self, message: Stage, push: Push) -> Staged:
+        """Hand a full slot over. Return when the rank may rely on the levels.
+
+        Args:
+            message: What the rank sent.
+            push: Sends later messages about the save to the rank.
+
+        Raises:
+            RefusedError: Nothing can be written, or the step was saved before with other bytes.
+            FormatError: The slot contradicts the message.
+            HoldfastError: The layout cannot be stored, or the slot not opened.
+        """
+        if self._error is not None:
+            raise RefusedError(Refusal.BUSY, f"the writer has ended: {self._error!r}")
+        if self._folder.options.read_only:
+            raise RefusedError(
+                Refusal.BAD_REQUEST,
+                f"{self._folder.options.root} cannot be written by this process",
+            )
+        return self._call(self._stage(message, push))
+
+    def write_out(self) -> None:
+        """Wait until every staged save is durable on this rank or has failed."""
+        self._background.remove_limit()
+        with suppress(UnavailableError):  # the loop has ended, so that nothing is written any more
+            self._call(self._written_out())
+
+    def finish(self, commit_seconds: float) -> bool:
+        """Write what is staged, wait up to `commit_seconds` for the other ranks' shards, then stop.
+
+        Returns whether every save of this service was committed.
+        """
+        self.write_out()
+        all_committed = self._commits.wait(commit_seconds)
+        self._end()
+        self._thread.join()
+        return all_committed and not self._commits.failures
+
+    def abort(self) -> None:
+        """Stop as a kill would, without writing what is staged."""
+        self._commits.abandon()
+        self._end()
+
+    # ------------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        loop = self._loop
+        try:
+            loop.run_until_complete(self._until_stopped())
+        except BaseException as error:
+            logger.critical("the writer has ended, so nothing is saved", exc_info=True)
+            self._fail_all(error)
+            self._on_end(error)
+        finally:
+            self._stager.abandon()
+            loop.run_until_complete(_cancel_all())
+            self._pools.close(wait=True)  # a call that ends later would report to a closed loop
+            loop.close()
+
+    async def _until_stopped(self) -> None:
+        self._stager.recover(self._round)
+        serving, stopping = (
+            asyncio.create_task(self._serve()),
+            asyncio.create_task(self._stop.wait()),
+        )
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if self._error is not None:
+            raise self._error
+        if serving.done():
+            serving.result()
+
+    async def _serve(self) -> None:
+        """Commit what is complete, then begin the oldest write that waits, each time that a write ends."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if self._commits.is_empty else _POLL_SECONDS):
+                    await self._woken.wait()
+            self._woken.clear()
+            if not self._commits.is_empty:
+                await self._pools.shard.run(self._commits.commit_complete)
+            if self._stager.idle:
+                steps = [s for r in self._round.own_ranks for s in self._stager.waiting(Rank(r))]
+                self._stager.choose(min(steps, default=None))
+
+    async def _written_out(self) -> None:
+        while self._stager.waits or not self._stager.idle:
+            self._changed.clear()
+            await self._changed.wait()
+        # This also waits for a commit under way, with the pruning after it.
+        await self._pools.shard.run(self._commits.commit_complete)
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop and return its result. Raises UnavailableError if the loop has ended."""
+        try:
+            running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise UnavailableError("the service has ended") from error
+        try:
+            return running.result()
+        except CancelledError as error:
+            raise UnavailableError("the service has ended") from error
+
+    def _end(self) -> None:
+        with suppress(RuntimeError):  # the loop has ended by itself
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _task_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the loop with the exception of a task that nothing awaits."""
+        loop.default_exception_handler(context)
+        if isinstance(error := context.get("exception"), BaseException):
+            self._error = error
+            self._stop.set()
+
+    def _fail_all(self, error: BaseException) -> None:
+        self._error = error
+        text = f"the writer has ended: {type(error).__name__}: {error}"
+        for (_, checkpoint), pushes in self._pushes.items():
+            failed = SaveFailed(checkpoint.step, checkpoint.round, Level.LOCAL, "WriterEnded", text)
+            self._commits.failed(pushes, failed)
+        self._commits.give_up_all("WriterEnded", text)
+
+    # ------------------------------------------------------------------ one save
+
+    async def _stage(self, message: Stage, push: Push) -> Staged:
+        save = _save_of(message)
+        self._unclaimed.pop(save, None)
+        try:
+            await self._stager.stage(lambda: self._round, message)
+        except (FormatError, NotFoundError, UnavailableError):
+            # An earlier persister may have made the save durable and freed the slot, and was killed before
+            # it reported the commit.
+            if not await self._pools.meta.run(self._commits.has_record, save[1], save[0]):
+                raise
+        if message.step in self._stager.under_way(message.rank):
+            pushes = self._pushes.setdefault(save, [])
+            if push not in pushes:
+                pushes.append(push)
+        elif save in self._unclaimed:
+            self._commits.failed([push], self._unclaimed.pop(save))
+        else:  # it is durable already
+            await self._pools.meta.run(self._record_again, message)
+            self._commits.add(save[1], [push])
+            self._woken.set()
+        return Staged(message.step)
+
+    def _ended(self, outcome: WriteOutcome) -> None:
+        """Commit a save, or tell its rank that it has failed. Called on the loop."""
+        save = _save_of(outcome.stage)
+        pushes = self._pushes.pop(save, [])
+        if outcome.failed is None:
+            self._commits.add(save[1], pushes)
+        elif pushes:
+            self._commits.failed(pushes, outcome.failed)
+        else:
+            self._unclaimed[save] = outcome.failed
+        if outcome.failed is not None and self._lost_by is not None:
+            self._commits.end_if_lost(self._lost_by)
+        self._woken.set()
+
+    async def _ensure_layout(self, message: Stage) -> None:
+        await self._layouts.ensure(message.layout, partial(self._put_layout, message))
+
+    # ------------------------------------------------------------------ in the threads of the pools
+
+    def _put_layout(self, message: Stage, document: bytes) -> None:
+        folder, checkpoint = self._folder, _save_of(message)[1]
+        deleted = self._commits.deleted_for(checkpoint)
+        try:
+            folder.write(checkpoint, lambda: folder.tier.put_layout(document), deleted)
+        except HoldfastError as error:
+            # The process ends without a reply, so that the trainer stages the save again in the folder
+            # that the next persister creates.
+            self._commits.end_if_lost(error)
+            raise
+
+    def _write_shard(self, header: ShardHeader, slot: SlotFile) -> ShardRecord:
+        """Write the shard and its record. Any exception fails only this save."""
+        self._lost_by = None
+        try:
+            return self._write(header, slot)
+        except BaseException as error:
+            self._lost_by = error
+            if isinstance(error, Exception):
+                raise
+            # SystemExit of a library would end the loop.
+            raise UnavailableError(f"{type(error).__name__}: {error}") from error
+
+    def _write(self, header: ShardHeader, slot: SlotFile) -> ShardRecord:
+        folder = self._folder
+        checkpoint = CheckpointId(header.step, header.round)
+        self._background.expect(
+            bytes_each_step(header.payload_bytes, self._interval_steps(header), 0, None)
+        )
+        failpoint("directory.write_shard")
+        deleted = self._commits.deleted_for(checkpoint)
+        record = folder.write(checkpoint, lambda: folder.tier.write_shard(header, slot), deleted)
+        self._record(record, checkpoint)
+        # The record is written before the slot is freed: a FREE slot without one is a failed save.
+        return record
+
+    def _record(self, record: ShardRecord, checkpoint: CheckpointId) -> None:
+        folder, layout = self._folder, self._layouts.known[record.header.layout]
+        deleted = self._commits.deleted_for(checkpoint)
+        folder.write(checkpoint, lambda: folder.committer.prepare(record, layout), deleted)
+
+    def _record_again(self, message: Stage) -> None:
+        """Write the record of a durable shard, if an earlier persister was killed before it did."""
+        rank, checkpoint = _save_of(message)
+        if self._commits.has_record(checkpoint, rank):
+            return
+        for record in self._folder.tier.list_shards():
+            if (record.header.rank, record.checkpoint) == (rank, checkpoint):
+                self._record(record, checkpoint)
+
+    def _interval_steps(self, header: ShardHeader) -> int:
+        """Return the steps between saves: those of the policy, or since the last save of this rank."""
+        last = self._last_steps.get(header.rank)
+        self._last_steps[header.rank] = header.step
+        since_last = 0 if last is None else max(0, header.step - last)
+        return self._folder.options.policy.interval_steps or since_last
+
+
+def _save_of(message: Stage) -> _Save:
+    return message.rank, CheckpointId(message.step, message.round)
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
