@@ -47,7 +47,6 @@ ALLOWED = {
     "trainer_sdk.FolderPlace": "It offers each operation of a place of checkpoints for a folder.",
     "trainer_sdk.FolderStart": "A start keeps what was asked for, rejected, skipped and agreed on.",
     "trainer_sdk.Proposals": "The training thread and the poller share the state of a vote, under one lock.",
-    "trainer_sdk.SaveWorker": "One thread takes each save of a folder from the slot to its commit.",
     "trainer_sdk.ServiceOptions": SETTINGS,
     "trainer_sdk.Uploads": "One machine decides which uploads of a folder run, wait and are repeated.",
 }

@@ -1,8 +1,8 @@
-"""State of the slots that the sidecar owns, and decisions about those that wait: which is written next.
+"""State of the slots that the stager owns, and decisions about those that wait: which is written next.
 
-Where a rank has three slots or more, a step that is staged while an earlier one is being written waits in its
-slot. It is written to the node tier only after the coordinator has chosen the step for all ranks
-(coordinator/choice.py, ADR 0018), or by a seal.
+A step that is staged while an earlier one is being written may wait in its slot. In a pod this needs three
+slots or more, and the step is written only after the coordinator has chosen it for all ranks
+(coordinator/choice.py, ADR 0018), or by a seal. In a folder the steps are written in their order.
 
 Nothing here does I/O.
 """
@@ -21,7 +21,7 @@ from holdfast_core.shm.slot_file import SlotFile
 
 
 class Where(Enum):
-    """Stage of an owned slot: it waits, or is being written to the node tier."""
+    """Stage of an owned slot: it waits, or is being written."""
 
     WAITING = auto()
     WRITING = auto()
@@ -29,7 +29,7 @@ class Where(Enum):
 
 @dataclass(slots=True)
 class OwnedSlot:
-    """A slot that the sidecar owns, from Stage until it is freed."""
+    """A slot that the stager owns, from Stage until it is freed."""
 
     stage: Stage
     slot: SlotFile

@@ -17,9 +17,9 @@ from holdfast_core.ids import RestartRound
 from holdfast_core.messages.bounds import Natural
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import Stage
+from holdfast_core.save.slot_save import check_slot
 from holdfast_core.shm.shared_files import own_directory, read_regular, remove, replace_file
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
-from holdfast_core.shm.slot_save import check_slot
 
 _MAX_NOTE_BYTES = 64 << 10
 _LOG = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from holdfast_core.save.owned_slots import OwnedSlot
 from holdfast_core.save.place import SavePlace, SaveReports
 from holdfast_core.save.pools import SavePools
 from holdfast_core.save.room import Room
+from holdfast_core.save.slot_save import shard_header
 from holdfast_core.shards.record import ShardRecord
-from holdfast_core.shm.slot_save import shard_header
 from holdfast_core.tasks import until_done
 
 

@@ -1,18 +1,17 @@
-"""Turn full slots into durable shards on the node tier.
+"""Turn full slots into durable shards, in a pod and in a folder. What differs is in place.py.
 
-1. The rank sends Stage. The slot's header must agree with the message. The sidecar then owns the slot and
+1. The rank sends Stage. The slot's header must agree with the message. The stager then owns the slot and
    replies `Staged`; from then on the slot's bytes do not change.
 2. A thread digests and writes the slot in one pass.
-3. The slot becomes free, and the shard is passed to `Flow`.
+3. The slot becomes free, and `ended` passes the shard on to its commit.
 
-If step 2 fails, the failure is sent to the rank and reported to the coordinator, the slot is freed, and
-training continues.
+If step 2 fails, the failure is reported, the slot is freed, and training continues.
 
-With three slots or more, a slot that is staged while an earlier one of the rank is owned waits
-(owned_slots.py): it is written after the coordinator has chosen its step, or when the round is sealed.
+A slot that is staged while an earlier one of the rank is owned may wait (owned_slots.py): it is written after
+its step was chosen, or when the round is sealed.
 
-Each owned slot has a note in the same tmpfs (slot_notes.py). A sidecar that restarts during step 2 reads
-it and finishes the save.
+In a pod each owned slot has a note in the same tmpfs (slot_notes.py). A sidecar that restarts during step 2
+reads it and finishes the save. The rank of a folder hands the slot over again.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from holdfast_core.save.place import SavePlace, SaveReports, SaveRound
 from holdfast_core.save.pools import SavePools
 from holdfast_core.save.repeated import RepeatedSaves
 from holdfast_core.save.slot_notes import SlotNote, SlotNotes, left_in_slots, take_or_free
+from holdfast_core.save.slot_save import check_slot
 from holdfast_core.save.slot_writes import SlotWrites, WriteOutcome
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots, rank_of_slot
-from holdfast_core.shm.slot_save import check_slot
 from holdfast_core.signals import Signal
 from holdfast_core.tasks import Tasks
 
@@ -58,7 +57,7 @@ class _Round:
     newest: dict[Rank, Step] = field(default_factory=dict)
     """The step that each rank staged last. A seal keeps it."""
     chosen: Step | None = None
-    """The step that the coordinator has chosen to be written."""
+    """The step that was chosen to be written."""
 
 
 class Stager:
@@ -84,7 +83,7 @@ class Stager:
         self.ended: Signal[[WriteOutcome]] = Signal()
         """Called with the result of each save."""
         self.changed: Signal[[]] = Signal()
-        """Called when the slots that the sidecar owns have changed."""
+        """Called when the slots that the stager owns have changed."""
         self._owned: dict[tuple[int, int], OwnedSlot] = {}
         """By `SlotFile.identity`."""
         self._staging: dict[Stage, asyncio.Future[Staged]] = {}
@@ -202,7 +201,7 @@ class Stager:
     # ------------------------------------------------------------------ waiting slots
 
     def choose(self, step: Step | None) -> None:
-        """Set the step that the coordinator has chosen. Every rank in whose slot it waits writes it."""
+        """Set the step that may be written next. Every rank in whose slot it waits writes it."""
         self._round.chosen = step
         self._advance()
 

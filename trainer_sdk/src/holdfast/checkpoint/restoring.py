@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 from holdfast.base.notices import show_notice
 from holdfast.base.restore_point import RestorePoint, TensorInfo
 from holdfast.base.settings import RankSettings
+from holdfast.checkpoint.in_place import InPlace, read_in_place
 from holdfast.connection.link import OpenedFile
 from holdfast.connection.session import Session
-from holdfast.directory.in_place import InPlace, read_in_place
 from holdfast.places.place import NextFetch, Place
 from holdfast.places.waiting import wait_connected
 from holdfast.slots.staging import SlotRing

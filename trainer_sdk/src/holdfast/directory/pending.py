@@ -64,7 +64,7 @@ class PendingCommits:
     def commit_complete(self) -> None:
         """Commit complete checkpoints (on rank 0), report committed ones, prune, and fail older saves."""
         folder = self._folder
-        for checkpoint in sorted(self._pending, key=age_of):
+        for checkpoint in sorted(tuple(self._pending), key=age_of):
             try:
                 if not self._commit(checkpoint):
                     continue
@@ -94,6 +94,11 @@ class PendingCommits:
         """Count a save that has failed, and tell its ranks."""
         self.failures += 1
         _push_all(pushes, [failure])
+
+    def fail(
+        self, checkpoint: CheckpointId, pushes: Iterable[Push], reason: str, text: str
+    ) -> None:
+        self.failed(pushes, _failed(checkpoint, Level.LOCAL, reason, text))
 
     def give_up_all(self, reason: str, text: str) -> None:
         for checkpoint in tuple(self._pending):
@@ -145,7 +150,7 @@ class PendingCommits:
     def _give_up(self, checkpoint: CheckpointId, reason: str, text: str) -> None:
         pushes = self._take(checkpoint)
         if pushes is not None:
-            self.failed(pushes, _failed(checkpoint, Level.LOCAL, reason, text))
+            self.fail(checkpoint, pushes, reason, text)
 
     def _take(self, checkpoint: CheckpointId) -> list[Push] | None:
         with self._lock:

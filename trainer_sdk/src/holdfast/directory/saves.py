@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
 
+from holdfast.base.loop_thread import LoopThread
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.open_folder import OpenFolder
 from holdfast.directory.pending import PendingCommits, Push, describe, warn
@@ -46,7 +44,6 @@ from holdfast_core.shm.slot_file import SlotFile
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _Save = tuple[Rank, CheckpointId]
 
 _POLL_SECONDS = 0.01
@@ -132,13 +129,10 @@ class FolderSaves:
         """Set when a write has ended or a durable save was staged again."""
         self._changed = asyncio.Event()
         self._stager.changed.subscribe(self._changed.set)
-        self._stop = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(self._task_failed)
-        self._thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
+        self._loop = LoopThread("holdfast-save", self._main, self._loop_ended)
 
     def start(self) -> None:
-        self._thread.start()
+        self._loop.start()
 
     def stage(self, message: Stage, push: Push) -> Staged:
         """Hand a full slot over. Return when the rank may rely on the levels.
@@ -159,13 +153,13 @@ class FolderSaves:
                 Refusal.BAD_REQUEST,
                 f"{self._folder.options.root} cannot be written by this process",
             )
-        return self._call(self._stage(message, push))
+        return self._loop.run(self._stage(message, push))
 
     def write_out(self) -> None:
         """Wait until every staged save is durable on this rank or has failed."""
         self._background.remove_limit()
         with suppress(UnavailableError):  # the loop has ended, so that nothing is written any more
-            self._call(self._written_out())
+            self._loop.run(self._written_out())
 
     def finish(self, commit_seconds: float) -> bool:
         """Write what is staged, wait up to `commit_seconds` for the other ranks' shards, then stop.
@@ -174,55 +168,33 @@ class FolderSaves:
         """
         self.write_out()
         all_committed = self._commits.wait(commit_seconds)
-        self._end()
-        self._thread.join()
+        self._loop.stop()
+        self._loop.join()
         return all_committed and not self._commits.failures
 
     def abort(self) -> None:
         """Stop as a kill would, without writing what is staged."""
         self._commits.abandon()
-        self._end()
+        self._loop.stop()
 
     # ------------------------------------------------------------------ the loop
 
-    def _run(self) -> None:
-        loop = self._loop
-        try:
-            loop.run_until_complete(self._until_stopped())
-        except BaseException as error:
-            logger.critical("the writer has ended, so nothing is saved", exc_info=True)
-            self._fail_all(error)
-            self._on_end(error)
-        finally:
-            self._stager.abandon()
-            loop.run_until_complete(_cancel_all())
-            self._pools.close(wait=True)  # a call that ends later would report to a closed loop
-            loop.close()
-
-    async def _until_stopped(self) -> None:
+    async def _main(self) -> None:
         self._stager.recover(self._round)
-        serving, stopping = (
-            asyncio.create_task(self._serve()),
-            asyncio.create_task(self._stop.wait()),
-        )
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if self._error is not None:
-            raise self._error
-        if serving.done():
-            serving.result()
+        while True:
+            await self._serve()
 
     async def _serve(self) -> None:
-        """Commit what is complete, then begin the oldest write that waits, each time that a write ends."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None if self._commits.is_empty else _POLL_SECONDS):
-                    await self._woken.wait()
-            self._woken.clear()
-            if not self._commits.is_empty:
-                await self._pools.shard.run(self._commits.commit_complete)
-            if self._stager.idle:
-                steps = [s for r in self._round.own_ranks for s in self._stager.waiting(Rank(r))]
-                self._stager.choose(min(steps, default=None))
+        """Commit what is complete after the end of a write, then begin the oldest write that waits."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if self._commits.is_empty else _POLL_SECONDS):
+                await self._woken.wait()
+        self._woken.clear()
+        if not self._commits.is_empty:
+            await self._pools.shard.run(self._commits.commit_complete)
+        if self._stager.idle:
+            steps = [s for r in self._round.own_ranks for s in self._stager.waiting(Rank(r))]
+            self._stager.choose(min(steps, default=None))
 
     async def _written_out(self) -> None:
         while self._stager.waits or not self._stager.idle:
@@ -231,36 +203,17 @@ class FolderSaves:
         # This also waits for a commit under way, with the pruning after it.
         await self._pools.shard.run(self._commits.commit_complete)
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the loop and return its result. Raises UnavailableError if the loop has ended."""
-        try:
-            running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise UnavailableError("the service has ended") from error
-        try:
-            return running.result()
-        except CancelledError as error:
-            raise UnavailableError("the service has ended") from error
-
-    def _end(self) -> None:
-        with suppress(RuntimeError):  # the loop has ended by itself
-            self._loop.call_soon_threadsafe(self._stop.set)
-
-    def _task_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the loop with the exception of a task that nothing awaits."""
-        loop.default_exception_handler(context)
-        if isinstance(error := context.get("exception"), BaseException):
+    def _loop_ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            logger.critical("the writer has ended, so nothing is saved", exc_info=error)
             self._error = error
-            self._stop.set()
-
-    def _fail_all(self, error: BaseException) -> None:
-        self._error = error
-        text = f"the writer has ended: {type(error).__name__}: {error}"
-        for (_, checkpoint), pushes in self._pushes.items():
-            failed = SaveFailed(checkpoint.step, checkpoint.round, Level.LOCAL, "WriterEnded", text)
-            self._commits.failed(pushes, failed)
-        self._commits.give_up_all("WriterEnded", text)
+            text = f"the writer has ended: {type(error).__name__}: {error}"
+            for (_, checkpoint), pushes in self._pushes.items():
+                self._commits.fail(checkpoint, pushes, "WriterEnded", text)
+            self._commits.give_up_all("WriterEnded", text)
+            self._on_end(error)
+        self._stager.abandon()
+        self._pools.close(wait=True)  # a call that ends later would report to a closed loop
 
     # ------------------------------------------------------------------ one save
 
@@ -365,10 +318,3 @@ class FolderSaves:
 
 def _save_of(message: Stage) -> _Save:
     return message.rank, CheckpointId(message.step, message.round)
-
-
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

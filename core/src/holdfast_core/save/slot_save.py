@@ -1,8 +1,4 @@
-"""The steps of a save that a sidecar and a folder's persister share, from a staged slot to its shard.
-
-Both receive Stage, check the slot against it, set the slot OWNED, digest and write it as one shard, and set
-it FREE. They differ in when they write and in what commits the step (ADR 0027). All calls block.
-"""
+"""What a staged slot is checked against, and the shard that it becomes. All calls block."""
 
 from __future__ import annotations
 
