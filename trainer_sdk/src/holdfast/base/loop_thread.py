@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from holdfast_core.errors import UnavailableError
@@ -34,13 +34,14 @@ class LoopThread:
         """
         self._main = main
         self._on_end = on_end
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner()
+        self._loop = self._runner.get_loop()
         self._loop.set_exception_handler(self._task_failed)
         self._end: asyncio.Future[None] = self._loop.create_future()
         """Ends the loop: with a result if it was stopped, or with the exception of a task."""
         self._lock = threading.Lock()
-        self._is_closed = False
-        """Whether the loop takes no more calls, which it would not run."""
+        self._calls: set[Future[Any]] | None = set()
+        """Calls of `run` that have no result yet. None at the end, when the loop would not run them."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -49,37 +50,45 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop and return its result. Raises UnavailableError if the loop has ended."""
         with self._lock:
-            if self._is_closed:
+            if self._calls is None:
                 work.close()
                 raise UnavailableError("the service has ended")
-            running = asyncio.run_coroutine_threadsafe(work, self._loop)
+            call = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._calls.add(call)
+        call.add_done_callback(self._called)
         try:
-            return running.result()
+            return call.result()
         except CancelledError as error:
             raise UnavailableError("the service has ended") from error
 
     def stop(self) -> None:
         """Let the loop end. Its tasks are cancelled."""
         with self._lock:
-            if not self._is_closed:
+            if self._calls is not None:
                 self._loop.call_soon_threadsafe(self._finish, None)
 
     def join(self) -> None:
         self._thread.join()
 
+    def _called(self, call: Future[Any]) -> None:
+        with self._lock:
+            if self._calls is not None:
+                self._calls.discard(call)
+
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            self._loop.run_until_complete(self._until_end())
+            self._runner.run(self._until_end())
         except BaseException as found:  # noqa: BLE001 - it is passed on
             error = found
         with self._lock:
-            self._is_closed = True
+            calls, self._calls = self._calls or set(), None
+        for call in calls:
+            call.cancel()
         try:
-            self._loop.run_until_complete(_cancel_all())
             self._on_end(error)
         finally:
-            self._loop.close()
+            self._runner.close()
 
     async def _until_end(self) -> None:
         main = asyncio.create_task(self._main())
@@ -98,10 +107,3 @@ class LoopThread:
         loop.default_exception_handler(context)
         if isinstance(error := context.get("exception"), BaseException):
             self._finish(error)
-
-
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
