@@ -18,7 +18,7 @@ from holdfast_core.format.rank_layout import (
     parse_rank_layout,
 )
 from holdfast_core.ids import Digest
-from holdfast_core.save.pools import SavePools
+from holdfast_core.save.place import SavePools
 from holdfast_core.shm.layout_files import LayoutFiles
 from holdfast_core.tiers.base import NodeTier
 

@@ -17,6 +17,7 @@ from holdfast_core.messages.schema import Refused, SaveFailed, Stage
 from holdfast_core.save.slot_notes import SlotNotes
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shm.slot_file import SlotFile, SlotState
+from holdfast_core.tasks import Pool
 
 
 class SaveRound(Protocol):
@@ -90,3 +91,26 @@ class SavePlace:
     def staged_states(self) -> tuple[SlotState, ...]:
         """States of a slot that a rank may hand over."""
         return (SlotState.FULL,) if self.notes else (SlotState.FULL, SlotState.OWNED)
+
+
+class SavePools:
+    """Threads for the calls of a save that block.
+
+    Calls of one kind do not delay those of another: a disk that hangs does not delay a comparison in memory.
+
+    * `shard`: write and delete shards where the saves become durable.
+    * `digest`: digest slots in memory, while the disk may occupy `shard`.
+    * `meta`: write small documents. They must not wait behind gigabytes of shards.
+    * `read`: read the index and small documents.
+    """
+
+    def __init__(self, disk: int) -> None:
+        self.shard = Pool("shard", disk)
+        self.digest = Pool("digest", disk)
+        self.meta = Pool("meta", 1)
+        self.read = Pool("read", disk)
+
+    def close(self, *, wait: bool = False) -> None:
+        """End the threads. Calls that run now finish, and with `wait` this returns after them."""
+        for pool in (self.shard, self.digest, self.meta, self.read):
+            pool.close(wait=wait)

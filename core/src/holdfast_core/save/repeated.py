@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from holdfast_core.ids import CheckpointId
 from holdfast_core.messages.schema import Stage
 from holdfast_core.save.owned_slots import OwnedSlot, Where
-from holdfast_core.save.place import SavePlace
-from holdfast_core.save.pools import SavePools
+from holdfast_core.save.place import SavePlace, SavePools
 from holdfast_core.save.slot_save import check_slot, digest_slot, saved_before, shard_header
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_file import SlotState

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass
 
@@ -9,9 +10,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import CapacityError
 from holdfast_core.messages.schema import SaveFailed, Stage
 from holdfast_core.save.owned_slots import OwnedSlot
-from holdfast_core.save.place import SavePlace, SaveReports
-from holdfast_core.save.pools import SavePools
-from holdfast_core.save.room import Room
+from holdfast_core.save.place import SavePlace, SavePools, SaveReports
 from holdfast_core.save.slot_save import shard_header
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.tasks import until_done
@@ -24,6 +23,44 @@ class WriteOutcome:
     stage: Stage
     record: ShardRecord | None
     failed: SaveFailed | None = None
+
+
+class Room:
+    """Signal that space was freed where shards are written, for use on the event loop.
+
+    It is closed while the sidecar is sealed, because nothing is deleted then.
+    """
+
+    def __init__(self) -> None:
+        self._made = asyncio.Event()
+        self._is_open = True
+
+    def open(self) -> None:
+        self._is_open = True
+
+    def close(self) -> None:
+        """Let all present waits return False, and later ones until `open`."""
+        self._is_open = False
+        self._wake()
+
+    def made(self) -> None:
+        """Wake all waits after a deletion."""
+        self._wake()
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait for a deletion. Return False if there is none within `seconds` or the sidecar is sealed."""
+        if not self._is_open:
+            return False
+        try:
+            async with asyncio.timeout(seconds):
+                await self._made.wait()
+        except TimeoutError:
+            return False
+        return self._is_open
+
+    def _wake(self) -> None:
+        made, self._made = self._made, asyncio.Event()
+        made.set()
 
 
 class SlotWrites:

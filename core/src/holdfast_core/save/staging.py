@@ -33,8 +33,7 @@ from holdfast_core.save.owned_slots import (
     next_write,
     to_seal,
 )
-from holdfast_core.save.place import SavePlace, SaveReports, SaveRound
-from holdfast_core.save.pools import SavePools
+from holdfast_core.save.place import SavePlace, SavePools, SaveReports, SaveRound
 from holdfast_core.save.repeated import RepeatedSaves
 from holdfast_core.save.slot_notes import SlotNote, SlotNotes, left_in_slots, take_or_free
 from holdfast_core.save.slot_save import check_slot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast_core.save.pools import SavePools
+from holdfast_core.save.place import SavePools
 from holdfast_core.tasks import Pool
 
 _COPY_THREADS = 8

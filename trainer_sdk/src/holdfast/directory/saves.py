@@ -35,8 +35,7 @@ from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Refusal, Refused, SaveFailed, Stage, Staged
 from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
 from holdfast_core.save.layouts import RankLayouts
-from holdfast_core.save.place import SavePlace
-from holdfast_core.save.pools import SavePools
+from holdfast_core.save.place import SavePlace, SavePools
 from holdfast_core.save.slot_writes import WriteOutcome
 from holdfast_core.save.staging import Stager
 from holdfast_core.shards.record import ShardHeader, ShardRecord
