@@ -35,7 +35,7 @@ from holdfast_core.save.owned_slots import (
 )
 from holdfast_core.save.place import SavePlace, SavePools, SaveReports, SaveRound
 from holdfast_core.save.repeated import RepeatedSaves
-from holdfast_core.save.slot_notes import SlotNote, SlotNotes, left_in_slots, take_or_free
+from holdfast_core.save.slot_notes import SlotNote, left_in_slots, take_or_free
 from holdfast_core.save.slot_save import check_slot
 from holdfast_core.save.slot_writes import SlotWrites, WriteOutcome
 from holdfast_core.shards.record import ShardRecord
@@ -294,13 +294,9 @@ class Stager:
             # A write of an older round that is still under way finishes: it may be of the restore point.
             if not self._is_current(owned) and owned.where is Where.WAITING:
                 self._free(owned)
-        if self._place.notes is not None:
-            self._take_over(state, durable, self._place.notes)
-
-    def _take_over(
-        self, state: SaveRound, durable: frozenset[tuple[Rank, Step]], notes: SlotNotes
-    ) -> None:
-        """Take over or free the slots that this process does not own."""
+        notes = self._place.notes
+        if notes is None:
+            return
         for name in list_slots(self._place.slots_dir):
             if self.owns(name):
                 continue

@@ -34,6 +34,8 @@ class LoopThread:
         """
         self._main = main
         self._on_end = on_end
+        self.error: BaseException | None = None
+        """What has ended the loop."""
         self._runner = asyncio.Runner()
         self._loop = self._runner.get_loop()
         self._loop.set_exception_handler(self._task_failed)
@@ -76,17 +78,16 @@ class LoopThread:
                 self._calls.discard(call)
 
     def _run(self) -> None:
-        error: BaseException | None = None
         try:
             self._runner.run(self._until_end())
         except BaseException as found:  # noqa: BLE001 - it is passed on
-            error = found
+            self.error = found
         with self._lock:
             calls, self._calls = self._calls or set(), None
         for call in calls:
             call.cancel()
         try:
-            self._on_end(error)
+            self._on_end(self.error)
         finally:
             self._runner.close()
 

@@ -122,8 +122,6 @@ class FolderSaves:
         self._last_steps: dict[Rank, Step] = {}
         self._lost_by: BaseException | None = None
         """The error of the last write."""
-        self._error: BaseException | None = None
-        """What has ended the loop."""
         self._woken = asyncio.Event()
         """Set when a write has ended or a durable save was staged again."""
         self._changed = asyncio.Event()
@@ -145,8 +143,8 @@ class FolderSaves:
             FormatError: The slot contradicts the message.
             HoldfastError: The layout cannot be stored, or the slot not opened.
         """
-        if self._error is not None:
-            raise RefusedError(Refusal.BUSY, f"the writer has ended: {self._error!r}")
+        if self._loop.error is not None:
+            raise RefusedError(Refusal.BUSY, f"the writer has ended: {self._loop.error!r}")
         if self._folder.options.read_only:
             raise RefusedError(
                 Refusal.BAD_REQUEST,
@@ -205,7 +203,6 @@ class FolderSaves:
     def _loop_ended(self, error: BaseException | None) -> None:
         if error is not None:
             logger.critical("the writer has ended, so nothing is saved", exc_info=error)
-            self._error = error
             text = f"the writer has ended: {type(error).__name__}: {error}"
             for (_, checkpoint), pushes in self._pushes.items():
                 self._commits.fail(checkpoint, pushes, "WriterEnded", text)
