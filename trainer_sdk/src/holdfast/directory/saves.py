@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.base.loop_thread import LoopThread
+from holdfast.base.service_loop import ServiceLoop
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.open_folder import OpenFolder
 from holdfast.directory.pending import PendingCommits, Push, describe, warn
@@ -126,7 +126,7 @@ class FolderSaves:
         """Set when a write has ended or a durable save was staged again."""
         self._changed = asyncio.Event()
         self._stager.changed.subscribe(self._changed.set)
-        self._loop = LoopThread("holdfast-save", self._main, self._loop_ended)
+        self._loop = ServiceLoop("holdfast-save", self._main, self._loop_ended)
 
     def start(self) -> None:
         self._loop.start()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.base.loop_thread import LoopThread
+from holdfast.base.service_loop import ServiceLoop
 from holdfast_core.errors import UnavailableError
 
 LONG_SECONDS = 120
@@ -20,7 +20,7 @@ class Main:
     def __init__(self) -> None:
         self.ends: list[BaseException | None] = []
         self.error: BaseException | None = None
-        self.thread = LoopThread("test", self, self.ends.append)
+        self.thread = ServiceLoop("test", self, self.ends.append)
         self._go = asyncio.Event()
 
     async def __call__(self) -> None:

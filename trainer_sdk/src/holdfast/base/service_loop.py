@@ -13,7 +13,7 @@ from holdfast_core.errors import UnavailableError
 T = TypeVar("T")
 
 
-class LoopThread:
+class ServiceLoop:
     """Thread that runs one coroutine on its event loop until `stop`, and what other threads pass to `run`.
 
     An exception that a task of the loop does not handle ends the loop, too.
