@@ -94,7 +94,9 @@ OF_COORDINATOR = (
         file=f"{_COORDINATOR}outbox.py",
         original="""        self._acknowledged[worker] = _Acknowledged(self._nothing)
         self._wakes[worker].set()""",
-        replacement="        self._wakes[worker].set()",
+        replacement="""        drop = self._plan(worker).drop
+        self._acknowledged[worker] = _Acknowledged(replace(self._nothing, drop=drop))
+        self._wakes[worker].set()""",
         loses="A sidecar that restarts keeps pruned shards, until its node has no room.",
         tests=_OUTBOX,
     ),
