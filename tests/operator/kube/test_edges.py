@@ -206,6 +206,27 @@ async def test_writes_hold_a_pass_until_they_are_seen_or_expire() -> None:
     assert cache.wait_seconds(gang.uid) is None
 
 
+async def test_each_change_of_a_pod_looks_only_at_this_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass creates all pods of a gang, and the watch delivers them one after the other."""
+    api, gang, workers = FakeApi(), job(), 50
+    cache = ClusterCache(api, ManualClock(), (), lambda key: None, lambda job: None)
+    looks: list[str] = []
+    get = cache.pods.get
+
+    def counted(uid: str) -> object:
+        looks.append(uid)
+        return get(uid)
+
+    monkeypatch.setattr(cache.pods, "get", counted)
+    for n in range(workers):
+        pod = render_pod(gang, Worker(n), RestartRound(0), None, SidecarSettings("i:1"))
+        cache.expect(gang, api.put("pods", pod)["metadata"]["uid"], created=True)
+    for reflector in cache.reflectors:
+        await reflector.relist()
+    assert len(looks) == 2 * workers
+    assert cache.wait_seconds(gang.uid) is None
+
+
 @pytest.mark.parametrize(
     ("seen", "expected", "result"),
     [("10", "9", True), ("9", "10", False), ("9", "9", True), ("a", "a", True), ("b", "a", False)],

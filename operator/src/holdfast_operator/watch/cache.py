@@ -202,22 +202,30 @@ class ClusterCache:
 
     def expect(self, job: Gang, pod_uid: str, *, created: bool) -> None:
         """Record that the operator has created the pod, or has deleted it."""
-        expected = self._expected.setdefault(job.uid, {})
-        expected[pod_uid] = created, self._clock.monotonic() + EXPIRE_SECONDS
-        self.wait_seconds(job.uid)
+        until = self._clock.monotonic() + EXPIRE_SECONDS
+        self._expected.setdefault(job.uid, {})[pod_uid] = created, until
+        self._settle(job.uid, pod_uid)
 
     def wait_seconds(self, job_uid: JobUid) -> float | None:
         """Return the seconds until the last write that the copies do not show yet expires, or None."""
-        expected, now = self._expected.get(job_uid, {}), self._clock.monotonic()
-        for uid, (created, until) in list(expected.items()):
-            pod = self.pods.get(uid)
-            ends = pod is None or (isinstance(pod, WorkerPod) and pod.view.terminating)
-            if until <= now or (pod is not None if created else ends):
-                del expected[uid]
-        if not expected:
-            self._expected.pop(job_uid, None)
-            return None
-        return max(until for _, until in expected.values()) - now
+        for uid in list(self._expected.get(job_uid, ())):
+            self._settle(job_uid, uid)
+        last = max((until for _, until in self._expected.get(job_uid, {}).values()), default=None)
+        return None if last is None else last - self._clock.monotonic()
+
+    def _settle(self, job_uid: JobUid, pod_uid: str) -> None:
+        """Forget the write to a pod if the copies show it, or if it has expired.
+
+        A change of one pod settles this pod alone: a gang of thousands is created in one pass.
+        """
+        expected = self._expected.get(job_uid, {})
+        if pod_uid not in expected:
+            return
+        created, until = expected[pod_uid]
+        pod = self.pods.get(pod_uid)
+        ends = pod is None or (isinstance(pod, WorkerPod) and pod.view.terminating)
+        if until <= self._clock.monotonic() or (pod is not None if created else ends):
+            del expected[pod_uid]
 
     def take_job(self, job: Gang, reply: Mapping[str, Any]) -> None:
         """Take a job from the reply to a write of its status, which the watch delivers later."""
@@ -270,7 +278,7 @@ class ClusterCache:
             self.pods.put(new)
         for pod in (old, new):
             if isinstance(pod, WorkerPod):
-                self.wait_seconds(pod.job_uid)  # a pod may come and go between two passes
+                self._settle(pod.job_uid, pod.uid)  # a pod may come and go between two passes
         for key in {key_of(pod) for pod in (old, new) if pod is not None}:
             if key is not None:
                 self._enqueue(key)
