@@ -27,7 +27,10 @@ _SPAWNED_AT_ONCE = 64
 
 
 class Tasks:
-    """The background tasks of one component. asyncio itself keeps only weak references to tasks."""
+    """The background tasks of one component.
+
+    The event loop references its tasks only weakly, so a task that nothing else references may vanish.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -169,8 +169,8 @@ class WorkerReport(Clipped, Sparse):
     has_all_shards: bool = True
     """If not, `shards` lacks those that this coordinator has received as they are. See `Ok.wants_shards`."""
     order: Natural = field(default=0, compare=False)
-    """It grows with each report. The coordinator ignores a report whose number is lower than that of one that
-    it has, because that report has been on its way for long. See `Ok.order`."""
+    """Number of the report, which grows with each report of a worker. The coordinator ignores a report with a
+    lower number than it has received, because a newer report has overtaken it. See `Ok.order`."""
     instance: Text = ""
     """Identifies the sender's process. When it changes, the coordinator sends all of its messages again."""
     interval: Interval | None = None

@@ -34,12 +34,12 @@ from holdfast_core.tiers.pooled import CLOSING
 RUN_BYTES = 4 << 20
 """Length of the ranges of a copy. The progress of a copy is reported once for each."""
 _AHEAD_BYTES = 1 << 30
-"""Length of one answer to reads that follow each other, so that the peer sends while the bytes are used. An
-answer outside TLS costs a connection of its own."""
+"""Largest length of one answer. One answer serves consecutive reads, so that the peer sends while the caller
+uses the bytes. Each answer outside TLS needs a connection of its own."""
 _PLAIN_BYTES = 2 << 20
 """Shortest range that is worth a connection of its own, which leaving TLS takes."""
 _PROGRESS_BYTES = 1 << 20
-"""Bytes of one attempt after which earlier failures do not count any more."""
+"""An attempt that received this many bytes resets the count of failed attempts."""
 
 
 @dataclass(frozen=True, slots=True)

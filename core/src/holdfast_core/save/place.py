@@ -45,7 +45,7 @@ class SaveRound(Protocol):
 
 
 class SaveReports(Protocol):
-    """Who is told of the writes, besides the rank. Called on the event loop."""
+    """Receiver of the events of the writes. The engine calls it on the event loop."""
 
     def stored(self, stage: Stage, payload_bytes: int, seconds: float) -> None:
         """The shard is durable."""
@@ -96,7 +96,7 @@ class SavePlace:
 class SavePools:
     """Threads for the calls of a save that block.
 
-    Calls of one kind do not delay those of another: a disk that hangs does not delay a comparison in memory.
+    Each kind of call has a pool of its own, so that a disk that hangs does not delay a comparison in memory.
 
     * `shard`: write and delete shards where the saves become durable.
     * `digest`: digest slots in memory, while the disk may occupy `shard`.

@@ -44,8 +44,8 @@ SURE_SECONDS = {
     labels.DISRUPTION_BUDGET: 600.0,
     labels.SECRET: 60.0,
 }
-"""Kinds of objects that are not watched, and the time after which the put of one is repeated. The pods that
-wait to start would wait forever for a Secret that was deleted."""
+"""Seconds after which an object is put again, by its kind. The operator does not watch these kinds, and a pod
+that waits to start would wait forever for a Secret that somebody has deleted."""
 
 
 class Present:
