@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 
 from holdfast_core.shards.coding import PLAIN, ChunkDecoder, ChunkEncoder
-from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.shards.file import CHUNK_BYTES
 
 MIB = 1 << 20
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt" / "train.py"

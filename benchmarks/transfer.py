@@ -47,12 +47,10 @@ from holdfast_core.ids import ShardRef
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_core.node.files import set_direct
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.peer.copy import copy_shard
-from holdfast_core.peer.open_shard import shards_of
 from holdfast_core.peer.protocol import PIECE_BYTES, BulkOptions, Peer, receive_into, tune
-from holdfast_core.peer.server import BulkServer
-from holdfast_core.peer.store import PeerStore
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.peer.server import BulkServer, shards_of
+from holdfast_core.peer.store import PeerStore, copy_shard
+from holdfast_core.shards.file import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import ShardStream
 from holdfast_core.tiers.base import NodeTier
 

@@ -26,7 +26,7 @@ from tools.release import version
 import holdfast
 from holdfast_core.api.base import API_VERSION, GROUP
 from holdfast_core.api.crd import KINDS, Kind, crd
-from holdfast_core.api.rules.cel import RULES
+from holdfast_core.api.rules import RULES
 from holdfast_core.contract import METRICS_PORT
 from holdfast_operator.base.metrics import Metrics as OperatorMetrics
 from holdfast_operator.base.settings import DEFAULT_METRICS_PORT as OPERATOR_METRICS_PORT

@@ -10,8 +10,8 @@ import random
 
 from tests.support.shards.packs import Saved, plan_ranks, trailer_of
 
-from holdfast_core.shards.pack_plan import BLOCK_CHUNKS
-from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.shards.file import CHUNK_BYTES
+from holdfast_core.shards.pack import BLOCK_CHUNKS
 
 STATE_BYTES = 32 << 20
 RANKS = 4

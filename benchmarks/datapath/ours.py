@@ -37,7 +37,7 @@ from holdfast_core.node import shard_file
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.protocol import BulkOptions
 from holdfast_core.shards import stream
-from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord
+from holdfast_core.shards.file import ChunkTable, ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester, ShardStream
 from holdfast_core.tiers.base import ShardReader
 
@@ -360,8 +360,7 @@ class HoldfastCopier:
         from tests.support.servers.pki import Authority
 
         from holdfast_core.net.tls import TlsFiles, client_context, server_context
-        from holdfast_core.peer.open_shard import shards_of
-        from holdfast_core.peer.server import BulkServer
+        from holdfast_core.peer.server import BulkServer, shards_of
 
         # With a single attempt, a plain copy cannot fall back to TLS, which would falsify the measurement.
         self._options = BulkOptions(attempts=1, plain=plain)
@@ -397,8 +396,8 @@ class HoldfastCopier:
 
     def pull(self) -> None:
         """Copy the shard from the peer into memory whose pages are present, and verify it."""
-        from holdfast_core.peer.copy import copy_shard
         from holdfast_core.peer.protocol import Peer
+        from holdfast_core.peer.store import copy_shard
 
         assert self._ref is not None
         peer = Peer("127.0.0.1", self._in_memory.port, _SERVER, self._context, self._options)
@@ -526,10 +525,9 @@ class _Allowing:
 
 def _serve_copies(pipe: Connection, root: Path, certificates: Path, own: _Own) -> None:
     from holdfast_core.net.tls import TlsFiles, client_context, server_context
-    from holdfast_core.peer.copy import copy_shard
-    from holdfast_core.peer.open_shard import shards_of
     from holdfast_core.peer.protocol import Peer
-    from holdfast_core.peer.server import BulkServer
+    from holdfast_core.peer.server import BulkServer, shards_of
+    from holdfast_core.peer.store import copy_shard
 
     tier = DiskNodeTier(root, fill_limit=1.0)
     tier.open()

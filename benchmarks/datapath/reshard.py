@@ -17,7 +17,7 @@ from tests.support.shards.placements import (
     transformer,
 )
 
-from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.shards.file import CHUNK_BYTES
 
 _LAYERS = 4
 

@@ -32,7 +32,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.codec import dumps, loads
-from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
+from holdfast_core.messages.report import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.schema import (
     Inventory,
     ListedManifest,

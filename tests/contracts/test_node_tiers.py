@@ -22,7 +22,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import ByteRange, CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import CHUNK_BYTES, ShardRecord
+from holdfast_core.shards.file import CHUNK_BYTES, ShardRecord
 from holdfast_core.tiers.base import NodeTier
 
 CHECKPOINT = CheckpointId(Step(10), RestartRound(0))

@@ -35,7 +35,7 @@ from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, Worker
 from holdfast_core.messages import schema
 from holdfast_core.messages.codec import dumps, loads
-from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
+from holdfast_core.messages.report import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.socket_frames import MESSAGES, UnknownMessage, parse_body, write_frame
 from holdfast_core.node.documents import ROUND_FILE, WORKER_FILE, PodRecords
 from holdfast_core.node.files import DurableDirectories

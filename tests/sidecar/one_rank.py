@@ -19,7 +19,7 @@ from tests.support.tiers.memory import MemoryTier
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests
-from holdfast_core.shards.record import build_manifest
+from holdfast_core.shards.file import build_manifest
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod

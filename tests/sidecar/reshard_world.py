@@ -22,8 +22,7 @@ from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import Member
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shards.file import Trailer, head_bytes
-from holdfast_core.shards.record import CHUNK_BYTES, ShardHeader, build_manifest
+from holdfast_core.shards.file import CHUNK_BYTES, ShardHeader, Trailer, build_manifest, head_bytes
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier

@@ -15,7 +15,7 @@ from holdfast.connection.link import Link
 from holdfast.testing import FakeSidecar
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.messages.schema import Fill, Hello, Progress, Refusal, Stage
-from holdfast_core.pacing.background_limit import ForegroundCopyGate
+from holdfast_core.pacing import ForegroundCopyGate
 
 
 def enter_round(sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:

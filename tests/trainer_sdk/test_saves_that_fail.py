@@ -28,7 +28,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import LevelReached, Policy, Refusal, SaveFailed, Stage
 from holdfast_core.node.files import TEMP_PREFIX
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_core.shm.slot_file import SlotState
 
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=100)

@@ -210,7 +210,7 @@ OF_STORE = (
     Mutant(
         name="store/refusals-are-retried",
         kind=Kind.MISSING_CHECK,
-        file=f"{_STORE}s3/retry.py",
+        file=f"{_STORE}s3/errors.py",
         original="                if not error.retryable:\n                    raise\n",
         replacement="",
         loses="A wrong password is tried for two minutes before the user sees it.",
@@ -219,7 +219,7 @@ OF_STORE = (
     Mutant(
         name="store/one-attempt-too-few",
         kind=Kind.OFF_BY_ONE,
-        file=f"{_STORE}s3/retry.py",
+        file=f"{_STORE}s3/errors.py",
         original="or attempt >= self.policy.max_attempts",
         replacement="or attempt > self.policy.max_attempts",
         loses="An operation is tried more often than its policy says.",
@@ -228,7 +228,7 @@ OF_STORE = (
     Mutant(
         name="store/too-many-parts",
         kind=Kind.CHANGED_CONSTANT,
-        file=f"{_STORE}s3/parts.py",
+        file=f"{_STORE}s3/upload.py",
         original="MAX_PARTS = 10_000",
         replacement="MAX_PARTS = 10_002",
         loses="The store refuses an upload of a very large shard after hours.",

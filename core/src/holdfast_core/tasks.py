@@ -11,6 +11,10 @@ seal does not list the inventory while a write of the old round is still under w
 A call that neither returns nor makes progress, such as a write to a disk that hangs, is reported as long as
 it lasts and is not given up: a thread that is blocked in the kernel cannot be ended, and its bytes may
 still be written.
+
+`Signal` is for notifications between components of which one is created before the other. The component that
+notifies is created with the signal. The ones that are created later subscribe to it. So
+every component is complete after its constructor, although the notifications form circles.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 BACKGROUND_TASK = "holdfast background task"
 """Key of the failed task's name in the context of the loop's exception handler."""
@@ -157,3 +161,17 @@ async def until_done(
         return task.result()
     finally:
         task.cancel()
+
+
+class Signal(Generic[P]):
+    """One kind of event. To call the signal is to notify its subscribers, in the order of subscription."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[Callable[P, object]] = []
+
+    def subscribe(self, subscriber: Callable[P, object]) -> None:
+        self._subscribers.append(subscriber)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for subscriber in self._subscribers:
+            subscriber(*args, **kwargs)

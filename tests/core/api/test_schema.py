@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from holdfast_core.api.base import ApiModel
-from holdfast_core.api.crd import KINDS, Kind, crd
-from holdfast_core.api.meta import ObjectMeta
-from holdfast_core.api.rules.cel import REMEDY, RULES
-from holdfast_core.api.schema import structural_schema
+from holdfast_core.api.base import ApiModel, ObjectMeta
+from holdfast_core.api.crd import KINDS, Kind, crd, structural_schema
+from holdfast_core.api.rules import REMEDY, RULES
 from holdfast_core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,8 +16,7 @@ from tests.fuzz.examples import example
 from holdfast_core.errors import FormatError
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages import schema
-from holdfast_core.messages.bounds import body_limit_bytes, reply_limit_bytes
-from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.codec import body_limit_bytes, dumps, loads, reply_limit_bytes
 from holdfast_core.messages.schema import (
     CoordinatorState,
     CopyAssignment,

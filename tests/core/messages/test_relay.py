@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast_core.errors import FormatError
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
+from holdfast_core.messages.report import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.schema import Ok
 
 workers = st.lists(st.integers(0, 4095).map(Worker), max_size=3).map(tuple)

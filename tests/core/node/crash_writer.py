@@ -15,7 +15,7 @@ from tests.support.shards.builders import JOB_UID, BytesSource, payload, shard_f
 
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.files import BufferPool
-from holdfast_core.node.layouts import UNUSED_SECONDS, UnusedLayouts
+from holdfast_core.node.scan import UNUSED_SECONDS, UnusedLayouts
 from holdfast_core.node.tier import DiskNodeTier
 
 SIZE = 200_000

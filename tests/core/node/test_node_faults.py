@@ -22,8 +22,7 @@ from holdfast_core.errors import (
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
 from holdfast_core.node.tier import DiskNodeTier, OpenReport
 from holdfast_core.node.volume import QUARANTINE_KEPT
-from holdfast_core.shards.file import pack_trailer, trailer_offset
-from holdfast_core.shards.record import ChunkTable, ShardRecord
+from holdfast_core.shards.file import ChunkTable, ShardRecord, pack_trailer, trailer_offset
 from holdfast_core.shards.stream import TableDigester
 
 SIZE = 200_000

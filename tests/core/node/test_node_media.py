@@ -27,8 +27,7 @@ from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.files import disk_errors
 from holdfast_core.node.scan import list_manifests
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.file import BLOCK_BYTES
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.file import BLOCK_BYTES, ShardRecord
 
 SIZE = 12 * BLOCK_BYTES
 CHUNK = 4 * BLOCK_BYTES

@@ -13,8 +13,7 @@ from holdfast_core.errors import AlreadyExistsError, CorruptionError
 from holdfast_core.node.files import BufferPool, PoisonedError
 from holdfast_core.node.shard_file import read_back, to_read_back
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.file import BLOCK_BYTES, trailer_offset
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.file import BLOCK_BYTES, ShardRecord, trailer_offset
 
 SIZE = 3 * BLOCK_BYTES
 HEADER = shard_header(SIZE, chunk_bytes=BLOCK_BYTES)

@@ -20,7 +20,7 @@ from holdfast_core.node.files import DurableDirectories
 from holdfast_core.node.index import Budget
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.node.volume import SpareFiles
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.file import ShardRecord
 
 SIZE = 300_000
 MIB = 1 << 20

@@ -24,10 +24,10 @@ from tests.support.trainer.launched import until
 from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.node.files import BufferPool
-from holdfast_core.node.layouts import UNUSED_SECONDS, UnusedLayouts
+from holdfast_core.node.scan import UNUSED_SECONDS, UnusedLayouts
 from holdfast_core.node.shard_file import WRITE_BYTES
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.file import ShardRecord
 
 CHILD = Path(__file__).with_name("crash_writer.py")
 SIZE = 5000

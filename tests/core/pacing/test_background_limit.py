@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_core.pacing.background_limit import (
+from holdfast_core.pacing import (
     LEAST_BYTES_PER_SECOND,
     BackgroundLimit,
     bytes_each_step,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import holdfast_core.pacing.background_limit
+import holdfast_core.pacing
 from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_core.pacing.background_limit import LONGEST_SECONDS, ForegroundCopyGate
+from holdfast_core.pacing import LONGEST_SECONDS, ForegroundCopyGate
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotHeader, SlotState, slot_name
 
 
@@ -116,7 +116,7 @@ def test_slots_that_cannot_be_listed_fail_no_write(
     def no_descriptors(_: Path) -> tuple[str, ...]:
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(holdfast_core.pacing.background_limit, "list_slots", no_descriptors)
+    monkeypatch.setattr(holdfast_core.pacing, "list_slots", no_descriptors)
     assert copy_gate(tmp_path, Clock()).wait_for_copies() == 0.0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast_core.pacing.background_limit import OBSERVATIONS, TOLERATED_SLOWDOWN, AdaptiveRate
+from holdfast_core.pacing import OBSERVATIONS, TOLERATED_SLOWDOWN, AdaptiveRate
 
 STEP_SECONDS = 0.1
 DISK = 2.0e9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_core.pacing.background_limit import BURST_SECONDS, Throttle
+from holdfast_core.pacing import BURST_SECONDS, Throttle
 
 
 class Time:

@@ -42,10 +42,9 @@ from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply, Refusal, Refused
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import PIECE_BYTES, receive_message, send_message
 from holdfast_core.peer.server import BulkLimits
-from holdfast_core.peer.store import RUN_BYTES, PeerStore
+from holdfast_core.peer.store import RUN_BYTES, PeerStore, copy_shard
 from holdfast_core.shards.file import head_bytes
 
 

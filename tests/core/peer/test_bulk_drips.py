@@ -17,10 +17,9 @@ from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import ReadObject, ReadReply
 from holdfast_core.net.tls import TlsFiles
-from holdfast_core.pacing.minimum_rate import MinimumRate
-from holdfast_core.peer.copy import copy_shard
+from holdfast_core.pacing import MinimumRate
 from holdfast_core.peer.protocol import send_message
-from holdfast_core.peer.store import PeerAnswer, PeerStore
+from holdfast_core.peer.store import PeerAnswer, PeerStore, copy_shard
 
 SILENCE_SECONDS = 29.0
 """Just less than the longest silence that a connection allows."""

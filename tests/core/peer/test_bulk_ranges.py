@@ -36,12 +36,11 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.digest import crc32c
 from holdfast_core.format.keys import node_key
-from holdfast_core.messages.bounds import MAX_INT
+from holdfast_core.messages.codec import MAX_INT
 from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply, Refusal
 from holdfast_core.net.tls import TlsFiles
-from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import receive_into, receive_message, send_message
-from holdfast_core.peer.store import PeerStore
+from holdfast_core.peer.store import PeerStore, copy_shard
 from holdfast_core.shards.file import FOOTER_MAGIC, Trailer, trailer_offset, unpack_trailer
 from holdfast_core.store.download.stored import MAX_TRAILER_BYTES
 

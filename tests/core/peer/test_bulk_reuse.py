@@ -13,8 +13,8 @@ from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import StaleRoundError, UnavailableError
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.peer.copy import copy_shard
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.peer.store import copy_shard
+from holdfast_core.shards.file import ShardRecord
 from holdfast_core.tiers.base import NodeTier
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from holdfast_core.messages.schema import ObjectRange, ReadObject
 from holdfast_core.net.tls import TlsFiles
 from holdfast_core.peer.protocol import send_message
 from holdfast_core.peer.server import BulkLimits
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.file import ShardRecord
 
 SIZE = 24 << 20
 """More than the buffers of both sides can contain."""

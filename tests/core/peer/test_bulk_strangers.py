@@ -19,9 +19,9 @@ from holdfast_core.format.keys import node_key
 from holdfast_core.messages.schema import ObjectRange, ReadObject, Refusal
 from holdfast_core.net.listener import ConnectionLimits
 from holdfast_core.net.tls import TlsFiles, client_context
-from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import PIECE_BYTES, send_message
 from holdfast_core.peer.server import BulkLimits
+from holdfast_core.peer.store import copy_shard
 
 HOUR = 3600.0
 """Time-outs that are too long for any test, so that no connection ends because of the time."""

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests.support.shards.builders import JOB_UID, payload, shard_file, shard_header
 
 from holdfast_core.ids import ShardRef
-from holdfast_core.peer.local_chunks import MAX_SOURCES, equal_runs, likely_sources
-from holdfast_core.shards.record import ChunkTable
-from holdfast_core.store.download.copy import EqualRun
+from holdfast_core.peer.store import MAX_SOURCES, equal_runs, likely_sources
+from holdfast_core.shards.file import ChunkTable
+from holdfast_core.store.download.shard import EqualRun
 
 
 def table(text: str) -> ChunkTable:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step
-from holdfast_core.policy.retention import (
+from holdfast_core.retention import (
     MIN_KEPT,
     Committed,
     RetentionReason,

@@ -29,9 +29,8 @@ from holdfast_core.errors import CorruptionError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import ByteRange, Rank
-from holdfast_core.reading.copying import Copying, check_source
-from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.reshard.reads import by_source
+from holdfast_core.reading import Copying, check_source
+from holdfast_core.reshard.plan import by_source, payload_plan
 from holdfast_core.shards.file import Trailer
 from holdfast_core.tiers.base import ShardReader
 from holdfast_core.tiers.sources import ReaderSource

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.support.shards.placements import Tensor, layout_of, objects_of, plan, planned, shards_of
 
 from holdfast_core.errors import FormatError, NotFoundError, StateMismatchError
-from holdfast_core.format.dtypes import DTYPE_BYTES
-from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.format.rank_layout import DTYPE_BYTES, RankLayout
 from holdfast_core.ids import ByteRange, Rank
 from holdfast_core.reshard.boxes import Box
 from holdfast_core.reshard.plan import Move, home_of, payload_plan

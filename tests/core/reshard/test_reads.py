@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tests.support.shards.placements import bytes_read, layout_of, plan, shards_of, transformer
 
 from holdfast_core.ids import Rank
-from holdfast_core.reshard.plan import Move
-from holdfast_core.reshard.reads import by_source, reads_of
-from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.reshard.plan import Move, by_source, reads_of
+from holdfast_core.shards.file import CHUNK_BYTES
 
 CHUNK = 8
 VOCABULARY = 128256

@@ -23,7 +23,7 @@ from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import LayoutDigests, layout_digests
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import ShardRecord, build_manifest
+from holdfast_core.shards.file import ShardRecord, build_manifest
 from holdfast_core.tiers.base import NodeTier
 
 WORLD = 2

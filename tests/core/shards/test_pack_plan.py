@@ -11,8 +11,14 @@ from tests.support.shards.placements import shards_of
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, CheckpointId, Rank, ShardRef
-from holdfast_core.shards.pack import MAX_EARLIER, pack_index, unpack_index
-from holdfast_core.shards.pack_plan import BLOCK_CHUNKS, owner, replica_group
+from holdfast_core.shards.pack import (
+    BLOCK_CHUNKS,
+    MAX_EARLIER,
+    owner,
+    pack_index,
+    replica_group,
+    unpack_index,
+)
 from holdfast_core.store.download.stored import ShardPlaces, StoredShard
 from holdfast_core.store.rules import most_needed
 

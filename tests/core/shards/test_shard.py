@@ -14,6 +14,8 @@ from holdfast_core.ids import Digest, JobUid, ShardRef
 from holdfast_core.shards.file import (
     BLOCK_BYTES,
     FOOTER,
+    ChunkTable,
+    ShardHeader,
     file_bytes,
     head_bytes,
     head_bytes_of,
@@ -25,7 +27,6 @@ from holdfast_core.shards.file import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.shards.record import ChunkTable, ShardHeader
 from holdfast_core.shards.stream import ShardStream
 
 FILE, RECORD = shard_file(shard_header(3 * 4096 + 5, chunk_bytes=4096), payload(3 * 4096 + 5))

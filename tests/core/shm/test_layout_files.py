@@ -10,7 +10,7 @@ from tests.support.shards.builders import rank_layout
 
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.digest import digest_of, hex_of
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.shm.shared_files import LayoutFiles
 
 DOCUMENT = rank_layout()
 DIGEST = digest_of(DOCUMENT)

@@ -10,9 +10,8 @@ from tests.support.shards.builders import BytesSource, payload, shard_header
 
 from holdfast_core.errors import FormatError
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import CHUNK_BYTES, ShardRecord
-from holdfast_core.shm.slot_check import slot_holds
-from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile
+from holdfast_core.shards.file import CHUNK_BYTES, ShardRecord
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, slot_holds
 
 NAME = "rank000000.0.slot"
 SIZES = [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES, 5 * CHUNK_BYTES + 17]

@@ -36,7 +36,7 @@ from tests.support.shards.shard_files import CopyWriters, write_shard
 
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.file import ShardHeader, ShardRecord
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
 

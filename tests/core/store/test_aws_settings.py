@@ -13,8 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from holdfast_core.errors import ConfigError, UnavailableError
-from holdfast_core.store.s3.aws import AwsCredentials, AwsSettings
-from holdfast_core.store.s3.credentials import Keys
+from holdfast_core.store.s3.credentials import AwsCredentials, AwsSettings, Keys
 from holdfast_core.store_url import StoreUrl, parse_store_url
 
 URL = StoreUrl("bucket", "a/b")

@@ -27,8 +27,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.file import Trailer
-from holdfast_core.shards.pack import MAX_EARLIER
-from holdfast_core.shards.pack_plan import Earlier, plan_pack
+from holdfast_core.shards.pack import MAX_EARLIER, Earlier, plan_pack
 from holdfast_core.store.commit import commit
 from holdfast_core.store.rules import most_needed
 from holdfast_core.store.tier import ObjectTier

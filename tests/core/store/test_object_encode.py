@@ -17,8 +17,8 @@ from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.coding import WIDTHS, ChunkDecoder
 from holdfast_core.shards.file import FOOTER, Trailer
 from holdfast_core.shards.pack import index_bytes_of, unpack_index, unshared_index
-from holdfast_core.store.s3.parts import MAX_BUFFERED_BYTES, PartSizes, part_sizes
-from holdfast_core.store.upload.compressed import CompressedPack
+from holdfast_core.store.s3.upload import MAX_BUFFERED_BYTES, PartSizes, part_sizes
+from holdfast_core.store.upload import CompressedPack
 from holdfast_core.tiers.objects import ObjectInfo, info_of
 
 MIB = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_core.store.s3.parts import part_sizes
+from holdfast_core.store.s3.upload import part_sizes
 
 MIB = 1 << 20
 MOST = 10_000

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.clock import ManualClock
 
 from holdfast_core.errors import AccessDeniedError, HoldfastError, NotFoundError, UnavailableError
-from holdfast_core.store.s3.retry import Retrier, RetryPolicy
+from holdfast_core.store.s3.errors import Retrier, RetryPolicy
 
 
 @dataclass

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast_core.errors import UnavailableError
-from holdfast_core.tiers.pooled import run_all, submit, wait_all
+from holdfast_core.tiers.sources import run_all, submit, wait_all
 
 
 def test_a_task_that_was_cancelled_in_the_queue_is_not_waited_for() -> None:

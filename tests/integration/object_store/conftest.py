@@ -36,8 +36,8 @@ from holdfast_core.contract import StoreConfig
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import Keys
+from holdfast_core.store.s3.errors import Retrier, RetryPolicy
 from holdfast_core.store.s3.http import Timeouts
-from holdfast_core.store.s3.retry import Retrier, RetryPolicy
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.objects import ObjectStore
 

@@ -36,14 +36,13 @@ from holdfast_core.errors import AlreadyExistsError, CorruptionError, Unavailabl
 from holdfast_core.format.digest import crc32c
 from holdfast_core.node.files import BufferPool
 from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.shards.file import CHUNK_BYTES
 from holdfast_core.shards.pack import pack_index
-from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.store.s3.client import CHECKSUM_HEADER, S3Client, S3Request, encode_crc
-from holdfast_core.store.s3.parts import MAX_BUFFERED_BYTES
-from holdfast_core.store.s3.retry import Retrier
-from holdfast_core.store.s3.upload import Transport, Upload
+from holdfast_core.store.s3.errors import Retrier
+from holdfast_core.store.s3.upload import MAX_BUFFERED_BYTES, Transport, Upload
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.store.upload.compressed import CompressedPack
+from holdfast_core.store.upload import CompressedPack
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20

@@ -48,8 +48,8 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.store.s3.client import CHECKSUM_HEADER
+from holdfast_core.store.s3.errors import Retrier, RetryPolicy
 from holdfast_core.store.s3.http import Timeouts
-from holdfast_core.store.s3.retry import Retrier, RetryPolicy
 
 pytestmark = pytest.mark.integration
 

@@ -33,8 +33,8 @@ from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY, StoreServ
 from holdfast_core.contract import StoreConfig
 from holdfast_core.store.probe import ProbedFeatures, ProbeReason, probe
 from holdfast_core.store.s3.credentials import FileCredentials, Keys
+from holdfast_core.store.s3.errors import Retrier, RetryPolicy
 from holdfast_core.store.s3.http import Timeouts
-from holdfast_core.store.s3.retry import Retrier, RetryPolicy
 
 pytestmark = pytest.mark.integration
 ALL = ProbedFeatures(conditional_put=True, checksum=True, multipart=True, range_get=True)

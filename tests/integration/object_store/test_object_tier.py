@@ -26,7 +26,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import FileCredentials
-from holdfast_core.store.s3.retry import Retrier
+from holdfast_core.store.s3.errors import Retrier
 from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration

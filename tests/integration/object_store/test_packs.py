@@ -20,9 +20,8 @@ from tests.support.tiers.stores import s3_tier
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import Rank
-from holdfast_core.shards.pack import pack_index
-from holdfast_core.shards.pack_plan import plan_pack, shared_with
-from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.shards.file import CHUNK_BYTES
+from holdfast_core.shards.pack import pack_index, plan_pack, shared_with
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.tier import ObjectTier
 

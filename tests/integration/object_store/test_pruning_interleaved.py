@@ -25,7 +25,7 @@ from holdfast_core.errors import NotFoundError
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.file import Trailer
-from holdfast_core.shards.pack_plan import Earlier, plan_pack
+from holdfast_core.shards.pack import Earlier, plan_pack
 from holdfast_core.store.commit import commit
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.objects import ObjectSource, ObjectStore, Page

@@ -27,7 +27,7 @@ from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.store.s3.credentials import FileCredentials, Keys
-from holdfast_core.store.s3.retry import Retrier
+from holdfast_core.store.s3.errors import Retrier
 
 pytestmark = pytest.mark.integration
 

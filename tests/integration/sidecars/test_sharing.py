@@ -36,11 +36,10 @@ from holdfast_core.messages.schema import (
     RestorePoint,
 )
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.file import Trailer
+from holdfast_core.shards.file import CHUNK_BYTES, Trailer
 from holdfast_core.shards.pack import PackIndex
-from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.rules import StoredAs
-from holdfast_core.store.sharing import ShardUploader
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.save.other_tables import OtherTables
 

@@ -30,8 +30,8 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.peer.copy import copy_shard
 from holdfast_core.peer.protocol import BulkOptions, Peer
+from holdfast_core.peer.store import copy_shard
 
 pytestmark = pytest.mark.integration
 

@@ -21,7 +21,7 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.relay import Letter, Relay
+from holdfast_core.messages.report import Letter, Relay
 from holdfast_core.messages.schema import (
     CopyAssignment,
     CopyRequest,

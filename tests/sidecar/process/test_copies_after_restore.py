@@ -14,7 +14,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Rank, RestartRound, Step, TierName
 from holdfast_core.messages.schema import Progress, RestorePoint
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.file import ShardRecord
 from holdfast_sidecar.restore.rehydrate import Restored
 
 RECORD = ShardRecord(

@@ -15,8 +15,7 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.bounds import MAX_INT, MAX_LISTED, reply_limit_bytes
-from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.codec import MAX_INT, MAX_LISTED, dumps, loads, reply_limit_bytes
 from holdfast_core.messages.schema import Inventory, ListedManifest, ListedShard
 from holdfast_sidecar.process.inventory import MOST_ENTRY_BYTES, fit
 

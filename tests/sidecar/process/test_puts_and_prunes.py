@@ -18,7 +18,7 @@ from holdfast_core.errors import NotFoundError
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.messages.schema import ManifestPut, Ok, Plan
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.save.slot_writes import Room
+from holdfast_core.save.staging import Room
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings

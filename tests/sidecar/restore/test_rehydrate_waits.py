@@ -34,7 +34,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Digest, Rank, ShardRef
 from holdfast_core.messages.schema import RestorePoint
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.file import ShardRecord
 from holdfast_sidecar.base.tasks import Pools
 from holdfast_sidecar.restore.rehydrate import Restored
 

@@ -24,8 +24,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Rank, TierName, Worker
-from holdfast_core.shards.file import Trailer, trailer_bytes
-from holdfast_core.shards.record import CHUNK_BYTES, ShardRecord
+from holdfast_core.shards.file import CHUNK_BYTES, ShardRecord, Trailer, trailer_bytes
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 
 

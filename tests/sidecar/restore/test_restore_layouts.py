@@ -39,8 +39,8 @@ from holdfast_core.messages.schema import (
     RestoreReply,
     Round,
 )
-from holdfast_core.save.layouts import RankLayouts
-from holdfast_core.shards.record import build_manifest
+from holdfast_core.save.place import RankLayouts
+from holdfast_core.shards.file import build_manifest
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.tasks import Pools

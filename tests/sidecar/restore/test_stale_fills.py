@@ -18,7 +18,7 @@ from holdfast_core.errors import RefusedError
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.ids import Rank, RestartRound, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import Fill, Filled, RestorePoint, SlotOffer
-from holdfast_core.save.layouts import RankLayouts
+from holdfast_core.save.place import RankLayouts
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotHeader, SlotState
 from holdfast_core.tiers.base import ShardReader
 from holdfast_sidecar.base.tasks import Pools

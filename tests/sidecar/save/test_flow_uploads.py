@@ -15,8 +15,8 @@ from holdfast_core.messages.schema import (
     PersistRequest,
     Reference,
 )
+from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.rules import StoredAs
-from holdfast_core.store.sharing import ShardUploader
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.save.flow import own_shard
 

@@ -29,8 +29,8 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import JobUid, RestartRound, ShardRef, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Member, Refusal
-from holdfast_core.shards.record import ShardRecord
-from holdfast_core.store.download.copy import Copied
+from holdfast_core.shards.file import ShardRecord
+from holdfast_core.store.download.shard import Copied
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import Caller
 from holdfast_sidecar.base.settings import Settings

@@ -24,7 +24,7 @@ from holdfast_core.messages.schema import (
     Policy,
     RankProgress,
 )
-from holdfast_core.save.slot_writes import WriteOutcome
+from holdfast_core.save.staging import WriteOutcome
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import NODE_FULL, Failures
 from holdfast_sidecar.base.settings import Settings

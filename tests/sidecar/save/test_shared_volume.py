@@ -23,8 +23,8 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
-from holdfast_core.save.layouts import RankLayouts
-from holdfast_core.save.slot_notes import SlotNote, SlotNotes
+from holdfast_core.save.place import RankLayouts
+from holdfast_core.save.slots import SlotNote, SlotNotes
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, list_slots
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.settings import Settings

@@ -12,7 +12,7 @@ from tests.support.sidecar.gated_stager import FREE, LAYOUT, RANK, ROUND, runnin
 
 from holdfast_core.ids import RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import ShardHeader
+from holdfast_core.shards.file import ShardHeader
 
 
 @pytest.mark.fault("The sidecar dies while steps wait in slots, and the SEAL comes before a ROUND")

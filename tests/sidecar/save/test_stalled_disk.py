@@ -15,7 +15,7 @@ from tests.support.sidecar.waiting import until
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.ids import JobUid
-from holdfast_core.save.slot_writes import WriteOutcome
+from holdfast_core.save.staging import WriteOutcome
 from holdfast_core.shm.slot_file import SlotState
 from holdfast_core.tasks import until_done
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord

@@ -11,7 +11,7 @@ from tests.support.sidecar.rounds import accepted, round_message
 from holdfast_core.errors import NotFoundError, RefusedError, UnavailableError
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.codec import loads
-from holdfast_core.messages.relay import Answer, Letter, Relay, encode
+from holdfast_core.messages.report import Answer, Letter, Relay, encode
 from holdfast_core.messages.schema import Ok, Refusal, Refused, WorkerReport
 from holdfast_sidecar.base.pod import CurrentRound
 from holdfast_sidecar.base.rounds import Caller

@@ -16,14 +16,11 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
-from holdfast_core.peer.copy import copy_shard
-from holdfast_core.peer.open_shard import shards_of
 from holdfast_core.peer.protocol import BulkOptions, Peer
-from holdfast_core.peer.server import BulkLimits, BulkServer
-from holdfast_core.peer.store import PeerStore
-from holdfast_core.shards.record import ShardRecord
-from holdfast_core.store.download.copy import Copied
-from holdfast_core.store.download.shard import StoredShardReader
+from holdfast_core.peer.server import BulkLimits, BulkServer, shards_of
+from holdfast_core.peer.store import PeerStore, copy_shard
+from holdfast_core.shards.file import ShardRecord
+from holdfast_core.store.download.shard import Copied, StoredShardReader
 from holdfast_core.tiers.base import NodeTier
 
 SERVER = "gpt-1-r0.uid.holdfast"

@@ -20,8 +20,14 @@ from holdfast_core.format.rank_layout import (
     layout_digests,
 )
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
-from holdfast_core.shards.file import align, pack_head, pack_trailer
-from holdfast_core.shards.record import CHUNK_BYTES, ShardHeader, ShardRecord
+from holdfast_core.shards.file import (
+    CHUNK_BYTES,
+    ShardHeader,
+    ShardRecord,
+    align,
+    pack_head,
+    pack_trailer,
+)
 from holdfast_core.shards.stream import PayloadDigester
 
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")

@@ -18,7 +18,7 @@ from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shards.record import ShardHeader, build_manifest
+from holdfast_core.shards.file import ShardHeader, build_manifest
 
 Array = np.ndarray[Any, Any]
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from tests.support.shards.builders import shard_header
 
 from holdfast_core.ids import CheckpointId, Rank
-from holdfast_core.shards.file import Trailer
-from holdfast_core.shards.pack import PackIndex, pack_index
-from holdfast_core.shards.pack_plan import Earlier, plan_pack, shared_with
-from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.shards.file import CHUNK_BYTES, Trailer
+from holdfast_core.shards.pack import Earlier, PackIndex, pack_index, plan_pack, shared_with
 from holdfast_core.shards.stream import PayloadDigester
 
 

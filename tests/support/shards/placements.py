@@ -18,8 +18,7 @@ from holdfast_core.format.payload import plan_payload
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, layout_digests
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.boxes import Box
-from holdfast_core.reshard.plan import Move, SliceSearch
-from holdfast_core.reshard.reads import by_source, reads_of
+from holdfast_core.reshard.plan import Move, SliceSearch, by_source, reads_of
 
 Placement = Sequence[int | None]
 """For each dimension of the mesh, the dimension of the tensor that it cuts, or None for a replica."""

@@ -14,8 +14,14 @@ from holdfast_core.format import keys
 from holdfast_core.ids import Rank, ShardRef
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.file import Trailer
-from holdfast_core.shards.pack import PackIndex, pack_index, unshared_index
-from holdfast_core.shards.pack_plan import Earlier, plan_pack, shared_with
+from holdfast_core.shards.pack import (
+    Earlier,
+    PackIndex,
+    pack_index,
+    plan_pack,
+    shared_with,
+    unshared_index,
+)
 from holdfast_core.store.tier import ObjectTier
 
 NAMESPACE = "team-a"

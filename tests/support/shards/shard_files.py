@@ -13,9 +13,7 @@ from tests.support.shards.builders import shard_file
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.node.files import BufferPool
 from holdfast_core.node.shard_file import DiskShardReader
-from holdfast_core.shards.chunks import payload_span
-from holdfast_core.shards.file import head_bytes
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.file import ShardHeader, ShardRecord, head_bytes, payload_span
 from holdfast_core.shards.stream import ShardStream
 
 _BUFFERS = BufferPool(1 << 20, keep=2)

@@ -19,9 +19,8 @@ from tests.support.sidecar.processes import SidecarProcess
 from tests.support.sidecar.ranks import FakeRank
 
 from holdfast_core.contract import SidecarContract, StoreConfig, operator_dns_name, peer_dns_name
-from holdfast_core.format.dtypes import element_bytes
 from holdfast_core.format.manifest import JobIdentity, manifest_document
-from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice, element_bytes
 from holdfast_core.ids import (
     ByteRange,
     CheckpointId,

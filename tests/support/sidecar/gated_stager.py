@@ -19,9 +19,8 @@ from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.save.slot_writes import WriteOutcome
-from holdfast_core.save.staging import Stager
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.save.staging import Stager, WriteOutcome
+from holdfast_core.shards.file import ShardHeader, ShardRecord
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.tiers.base import PayloadSource
 from holdfast_sidecar.base.failures import Failures

@@ -19,10 +19,10 @@ from tests.support.sidecar.contracts import contract_with
 from holdfast_core.ids import JobUid, RestartRound, ShardRef, Worker
 from holdfast_core.messages.schema import Round
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_core.save.layouts import RankLayouts
-from holdfast_core.shards.record import ShardRecord
-from holdfast_core.signals import Signal
+from holdfast_core.pacing import BackgroundLimit
+from holdfast_core.save.place import RankLayouts
+from holdfast_core.shards.file import ShardRecord
+from holdfast_core.tasks import Signal
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_core.save.layouts import RankLayouts
+from holdfast_core.pacing import BackgroundLimit
+from holdfast_core.save.place import RankLayouts
 from holdfast_core.save.staging import Stager
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.failures import Failures

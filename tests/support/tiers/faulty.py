@@ -18,8 +18,7 @@ from enum import StrEnum
 from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, HoldfastError, UnavailableError
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
-from holdfast_core.shards.file import Trailer
-from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord
+from holdfast_core.shards.file import ChunkTable, ShardHeader, ShardRecord, Trailer
 from holdfast_core.tiers.base import (
     CopyWriter,
     NodeTier,

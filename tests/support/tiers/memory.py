@@ -17,6 +17,9 @@ from holdfast_core.errors import (
 from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, RestartRound, ShardRef
 from holdfast_core.shards.file import (
+    ChunkTable,
+    ShardHeader,
+    ShardRecord,
     Trailer,
     align,
     check_header,
@@ -29,7 +32,6 @@ from holdfast_core.shards.file import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester, ShardStream, check_ref
 from holdfast_core.tiers.base import PayloadSource
 

@@ -26,7 +26,7 @@ from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatErro
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, ShardRef, Step
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.shards.file import CHUNK_BYTES
 from holdfast_core.store.commit import commit
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.objects import Document, ObjectStore, Page

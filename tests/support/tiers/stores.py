@@ -8,8 +8,8 @@ from typing import Any
 from holdfast_core.contract import StoreConfig
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import CredentialsProvider
+from holdfast_core.store.s3.errors import Retrier
 from holdfast_core.store.s3.http import Timeouts
-from holdfast_core.store.s3.retry import Retrier
 from holdfast_core.store.s3.store import S3ObjectStore
 from holdfast_core.store.tier import ObjectTier
 

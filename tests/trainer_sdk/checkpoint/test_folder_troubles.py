@@ -25,7 +25,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import ShardHeader
+from holdfast_core.shards.file import ShardHeader
 
 MIB = 1 << 20
 mounts = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")

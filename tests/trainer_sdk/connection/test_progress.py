@@ -16,7 +16,7 @@ from holdfast.connection.progress import LOOP_ENDED, ProgressReporter
 from holdfast.connection.session import Session
 from holdfast.testing import FakeSidecar
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step
-from holdfast_core.messages.bounds import MAX_METRICS
+from holdfast_core.messages.codec import MAX_METRICS
 from holdfast_core.messages.schema import Hello, Progress
 
 STEPS = 7

@@ -38,7 +38,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import Fill, LevelReached, Policy, SlotOffer, Stage
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.store_url import parse_store_url
 

@@ -20,7 +20,7 @@ from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import ShardHeader
+from holdfast_core.shards.file import ShardHeader
 
 WORLD = 2
 PARENT = Digest("b3:" + 64 * "a")

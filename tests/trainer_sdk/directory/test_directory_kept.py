@@ -17,7 +17,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Level, Rank, Step
 from holdfast_core.messages.schema import LevelReached, Policy, Stage
 from holdfast_core.node.tier import manifests_in
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.shm.shared_files import LayoutFiles
 
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=10)
 SIZE = PLAN.total_bytes

@@ -18,7 +18,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import ShardHeader
+from holdfast_core.shards.file import ShardHeader
 
 ZERO = RestartRound(0)
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=10)

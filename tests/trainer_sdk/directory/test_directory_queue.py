@@ -16,7 +16,7 @@ from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Policy, Stage
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.shm.shared_files import LayoutFiles
 
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=100)
 SIZE = PLAN.total_bytes

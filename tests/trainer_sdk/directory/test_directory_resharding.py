@@ -35,9 +35,8 @@ from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import Fill, Policy, Restore
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shards.file import Trailer
-from holdfast_core.shards.record import ShardHeader, build_manifest
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.shards.file import ShardHeader, Trailer, build_manifest
+from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_core.shm.slot_file import SlotFile, SlotState
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier

@@ -26,7 +26,7 @@ from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Policy
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import ShardHeader
+from holdfast_core.shards.file import ShardHeader
 
 ZERO = RestartRound(0)
 

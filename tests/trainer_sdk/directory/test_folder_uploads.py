@@ -27,7 +27,7 @@ from holdfast_core.format.canonical import sealed, unsealed
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import LevelReached, Policy, SaveFailed
-from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.store_url import parse_store_url
 
 ROUND = RestartRound(1)

@@ -19,7 +19,7 @@ from holdfast.state.snapshot import Snapshots, plan_save, read_payload
 from holdfast_core.errors import UnsupportedStateError
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank
-from holdfast_core.shards.pack_plan import replica_group
+from holdfast_core.shards.pack import replica_group
 
 Numbers = tuple[Any, ...]
 

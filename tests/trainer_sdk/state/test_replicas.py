@@ -14,7 +14,7 @@ from holdfast.state.copying import PayloadTarget
 from holdfast.state.snapshot import SavePlan, plan_save
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank
-from holdfast_core.shards.pack_plan import replica_group
+from holdfast_core.shards.pack import replica_group
 
 CHUNK = 4096
 RANKS = 12

@@ -19,8 +19,8 @@ from holdfast.state.tensors import is_writable
 from holdfast_core.errors import StateMismatchError, UnsupportedStateError
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import Rank
-from holdfast_core.reshard.saved import SavedState, SavedTensor
-from holdfast_core.shards.pack_plan import replica_group
+from holdfast_core.reshard.boxes import SavedState, SavedTensor
+from holdfast_core.shards.pack import replica_group
 
 
 class Container:

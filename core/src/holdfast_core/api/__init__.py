@@ -12,6 +12,10 @@ from holdfast_core.api.base import (
     GROUP,
     VERSION,
     ApiModel,
+    Condition,
+    ConditionStatus,
+    NameRef,
+    ObjectMeta,
     changed,
     merge_patch,
     strict,
@@ -61,13 +65,7 @@ from holdfast_core.api.failure_policy import (
     PodConditionPattern,
     StragglersSpec,
 )
-from holdfast_core.api.meta import (
-    Condition,
-    ConditionStatus,
-    NameRef,
-    ObjectMeta,
-)
-from holdfast_core.api.rules.quantities import parse_duration, parse_quantity_bytes
+from holdfast_core.api.rules import parse_duration, parse_quantity_bytes
 from holdfast_core.api.training_job import ElasticSpec, TrainingJob, TrainingJobSpec
 from holdfast_core.api.training_job_status import (
     MAX_LINEAGE,

@@ -11,10 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_serializer, field_validator
 
-from holdfast_core.api.base import ApiModel, Timestamp
-from holdfast_core.api.meta import ApiObject, Conditions, NameRef, WithConditions
-from holdfast_core.api.rules.cel import cel_rules, remedy, rule
-from holdfast_core.api.rules.quantities import size_text
+from holdfast_core.api.base import (
+    ApiModel,
+    ApiObject,
+    Conditions,
+    NameRef,
+    Timestamp,
+    WithConditions,
+)
+from holdfast_core.api.rules import cel_rules, remedy, rule, size_text
 from holdfast_core.api.training_job_status import DigestField, RoundField
 from holdfast_core.ids import CheckpointId, JobUid, Step
 

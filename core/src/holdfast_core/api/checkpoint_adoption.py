@@ -11,9 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from holdfast_core.api.base import ApiModel, changed
-from holdfast_core.api.meta import ApiObject
-from holdfast_core.api.rules.cel import cel_rules, rule
+from holdfast_core.api.base import ApiModel, ApiObject, changed
+from holdfast_core.api.rules import cel_rules, rule
 from holdfast_core.api.training_job import (
     COPIES_BELOW_WORKERS,
     NAME_OF_GANG,

@@ -10,16 +10,17 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from holdfast_core.api.base import ApiModel
-from holdfast_core.api.meta import NameRef
-from holdfast_core.api.rules.cel import cel_rules, remedy, rule
-from holdfast_core.api.rules.quantities import (
+from holdfast_core.api.base import ApiModel, NameRef
+from holdfast_core.api.rules import (
     DURATION,
     QUANTITY,
+    cel_rules,
     duration_rule,
     parse_duration,
     parse_quantity_bytes,
     quantity_rule,
+    remedy,
+    rule,
 )
 from holdfast_core.contract import DEFAULT_MTBF_SECONDS
 

@@ -10,15 +10,16 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from holdfast_core.api.base import ApiModel, Timestamp
-from holdfast_core.api.meta import (
+from holdfast_core.api.base import (
+    ApiModel,
     ApiObject,
     Conditions,
     ConditionStatus,
     NameRef,
+    Timestamp,
     WithConditions,
 )
-from holdfast_core.api.rules.cel import cel_rules, remedy, rule
+from holdfast_core.api.rules import cel_rules, remedy, rule
 
 
 class StoreCondition(StrEnum):

@@ -12,10 +12,8 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from holdfast_core.api.base import ApiModel
-from holdfast_core.api.meta import ConditionStatus
-from holdfast_core.api.rules.cel import cel_rules, remedy, rule
-from holdfast_core.api.rules.quantities import DURATION, duration_rule, parse_duration
+from holdfast_core.api.base import ApiModel, ConditionStatus
+from holdfast_core.api.rules import DURATION, cel_rules, duration_rule, parse_duration, remedy, rule
 
 
 class FailureAction(StrEnum):

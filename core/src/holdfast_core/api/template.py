@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from holdfast_core.api.rules.cel import RULES, rule
+from holdfast_core.api.rules import RULES, rule
 
 _OPEN: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 

@@ -10,11 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from holdfast_core.api.base import ApiModel
+from holdfast_core.api.base import ApiModel, ApiObject, NameRef
 from holdfast_core.api.checkpoint_policy import CheckpointPolicySpec, PeerTierSpec
 from holdfast_core.api.failure_policy import FailurePolicySpec
-from holdfast_core.api.meta import ApiObject, NameRef
-from holdfast_core.api.rules.cel import RULES, cel_rules, remedy, rule
+from holdfast_core.api.rules import RULES, cel_rules, remedy, rule
 from holdfast_core.api.template import PodTemplate
 from holdfast_core.api.training_job_status import TrainingJobStatus
 from holdfast_core.ids import MAX_SPARES, JobUid

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from holdfast_core.api.base import ApiModel, Timestamp, changed
-from holdfast_core.api.meta import Conditions, WithConditions
+from holdfast_core.api.base import ApiModel, Conditions, Timestamp, WithConditions, changed
 from holdfast_core.ids import (
     MAX_SPARES,
     MAX_WORKERS,

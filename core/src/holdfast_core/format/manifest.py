@@ -20,9 +20,8 @@ from holdfast_core.format.canonical import (
     expect_text,
 )
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
 from holdfast_core.format.keys import checked_job_uid
-from holdfast_core.format.rank_layout import LayoutDigests
+from holdfast_core.format.rank_layout import MAX_TENSOR_BYTES, LayoutDigests
 from holdfast_core.ids import (
     MAX_ROUND,
     MAX_STEP,

@@ -18,8 +18,14 @@ import msgspec
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import loads_strict
-from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes, tensor_bytes
-from holdfast_core.format.rank_layout import MAX_DIMENSION, MAX_DIMENSIONS, check_fqn
+from holdfast_core.format.rank_layout import (
+    MAX_DIMENSION,
+    MAX_DIMENSIONS,
+    MAX_TENSOR_BYTES,
+    check_fqn,
+    element_bytes,
+    tensor_bytes,
+)
 from holdfast_core.ids import ByteRange
 
 OBJECTS_NAME = "__holdfast_objects__"

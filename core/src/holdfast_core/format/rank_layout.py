@@ -1,21 +1,73 @@
 """The layout of one rank: which slice of which tensor its payload holds, and where. The rank writes it.
 
 The manifest names the layouts of all ranks by their digests. No document describes more than one rank.
+Element types have their safetensors names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import TypedDocument, decode_document, encode_document
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes
 from holdfast_core.ids import MAX_RANK, ByteRange, Digest, Rank
+
+DTYPE_BYTES = MappingProxyType(
+    {
+        "BOOL": 1,
+        "U8": 1,
+        "I8": 1,
+        "F8_E5M2": 1,
+        "F8_E4M3": 1,
+        "F8_E8M0": 1,
+        "I16": 2,
+        "U16": 2,
+        "F16": 2,
+        "BF16": 2,
+        "I32": 4,
+        "U32": 4,
+        "F32": 4,
+        "I64": 8,
+        "U64": 8,
+        "F64": 8,
+        "C64": 8,
+    }
+)
+
+MAX_TENSOR_BYTES = 1 << 50
+
+
+def element_bytes(dtype: str, path: str) -> int:
+    """Return the size of one element in bytes. Raises FormatError for an unknown dtype."""
+    size = DTYPE_BYTES.get(dtype)
+    if size is None:
+        raise FormatError(f"{path}: dtype {dtype[:40]!r} is not one of {', '.join(DTYPE_BYTES)}")
+    return size
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int], path: str) -> int:
+    """Return the size of a dense tensor in bytes.
+
+    Raises FormatError for an unknown dtype or a size above MAX_TENSOR_BYTES. The size is compared after
+    each dimension, so that a shape such as 2^63 x 2^63 is refused early.
+    """
+    size = element_bytes(dtype, path)
+    if 0 in shape:
+        return 0
+    for length in shape:
+        size *= length
+        if size > MAX_TENSOR_BYTES:
+            raise FormatError(
+                f"{path}: {dtype} {list(shape)} is more than {MAX_TENSOR_BYTES} bytes"
+            )
+    return size
+
 
 FORMAT_VERSION = 1
 MAX_FQN = 4096

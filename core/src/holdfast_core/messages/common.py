@@ -1,4 +1,4 @@
-"""Parts that messages of several transports carry, and refusals."""
+"""Parts that messages of several transports carry, and the refusal that an error of a handler becomes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    RefusedError,
+    StaleRoundError,
+    StateMismatchError,
+)
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     CheckpointId,
@@ -18,7 +27,7 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.bounds import (
+from holdfast_core.messages.codec import (
     Clipped,
     ClippedText,
     Factor,
@@ -270,3 +279,19 @@ class Failure(Clipped):
     message: ClippedText
     worker: Worker | None = None
     """The worker whose sidecar reported it, set by the coordinator. None means the whole gang."""
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """Return the refusal code of an error. BUSY, after which the caller retries, stands for all others."""
+    match error:
+        case StaleRoundError():
+            return Refusal.STALE_ROUND
+        case RefusedError():
+            return Refusal(error.code)
+        case NotFoundError():
+            return Refusal.NOT_FOUND
+        case CorruptionError() | AlreadyExistsError():
+            return Refusal.CONFLICT
+        case FormatError() | StateMismatchError():
+            return Refusal.BAD_REQUEST
+    return Refusal.BUSY

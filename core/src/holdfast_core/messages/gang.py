@@ -19,7 +19,7 @@ from holdfast_core.ids import (
     Step,
     Worker,
 )
-from holdfast_core.messages.bounds import Document, Many, Natural, Sparse, Text
+from holdfast_core.messages.codec import Document, Many, Natural, Sparse, Text
 from holdfast_core.messages.common import (
     LevelReached,
     Refused,

@@ -22,7 +22,7 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.bounds import (
+from holdfast_core.messages.codec import (
     MAX_INT,
     MAX_LISTED,
     MAX_STRAGGLERS,
@@ -39,8 +39,8 @@ from holdfast_core.messages.bounds import (
     Reason,
     Seconds,
     Text,
+    dumps,
 )
-from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.common import (
     Failure,
     Policy,

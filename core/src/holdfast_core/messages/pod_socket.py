@@ -21,7 +21,7 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.bounds import (
+from holdfast_core.messages.codec import (
     Clipped,
     ClippedText,
     ExitCode,

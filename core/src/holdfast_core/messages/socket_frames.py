@@ -21,8 +21,7 @@ import msgspec
 
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.messages import schema
-from holdfast_core.messages.bounds import Natural, Text
-from holdfast_core.messages.codec import MAX_MESSAGE_BYTES, dumps, loads
+from holdfast_core.messages.codec import MAX_MESSAGE_BYTES, Natural, Text, dumps, loads
 
 _LENGTH = struct.Struct("!I")
 

@@ -1,4 +1,4 @@
-"""TCP port of an asyncio server that unauthenticated callers cannot block.
+"""TCP port of an asyncio server or aiohttp application that unauthenticated callers cannot block.
 
 asyncio's own servers accept every connection, allocate the buffers of a TLS session before the caller has
 sent a byte, and wait up to a minute for the handshake. Here connections are bounded (`Connections`) before
@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from aiohttp import web
 
 C = TypeVar("C", bound=Hashable)
 
@@ -270,3 +272,61 @@ def dns_names(transport: asyncio.BaseTransport | None) -> tuple[str, ...]:
     if not certificate:
         return ()
     return tuple(v for kind, v in certificate.get("subjectAltName", ()) if kind == "DNS")
+
+
+_LINGERING_SECONDS = 1.0
+"""Seconds for which the unread rest of a request body is discarded before the connection is closed."""
+
+
+class Port:
+    """aiohttp application behind a Listener, whose arguments it takes.
+
+    `idle_seconds` is the keep-alive time-out.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: ssl.SSLContext | None,
+        limits: ListenerLimits | None = None,
+        idle_seconds: float,
+        closed: Callable[[str, str], None],
+    ) -> None:
+        self._context = context
+        self._limits = limits or ListenerLimits()
+        self._idle_seconds = idle_seconds
+        self._closed = closed
+        self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
+
+    async def start(self, app: web.Application, host: str, port: int) -> int:
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=1.0,
+            keepalive_timeout=self._idle_seconds,
+            lingering_time=_LINGERING_SECONDS,
+            # A compressed body may expand to a thousand times its size.
+            auto_decompress=False,
+        )
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        self._listener = Listener(
+            server,
+            context=self._context,
+            limits=self._limits,
+            closed=self._closed,
+        )
+        return await self._listener.start(host, port)
+
+    @property
+    def connections(self) -> int:
+        return 0 if self._listener is None else self._listener.open
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            await self._listener.close()
+        if self._runner is not None:
+            await self._runner.cleanup()

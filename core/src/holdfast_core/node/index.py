@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holdfast_core.errors import CapacityError, UnreadableError
 from holdfast_core.ids import CheckpointId, JobUid, Rank, ShardRef
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.file import ShardHeader, ShardRecord
 
 VOLUME_ADVICE = (
     "free space on the node's disk, raise the size of spec.checkpoint.node.volume, "

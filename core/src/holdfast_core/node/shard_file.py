@@ -1,10 +1,14 @@
-"""Writes a shard file in one pass over its payload, and reads and verifies it."""
+"""Write a shard file in one pass over its payload, and read and verify it.
+
+Blocks go through a pipe: while the caller fills one, the others are digested and written.
+
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -14,19 +18,22 @@ from holdfast_core.errors import CorruptionError, NotFoundError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.digest import crc32c
 from holdfast_core.ids import ByteRange, ShardRef
-from holdfast_core.node.blocks import BlockPipe, PipedDigester
 from holdfast_core.node.files import (
     BufferPool,
     PoisonedError,
     open_to_read,
+    pieces,
+    read_ahead,
     read_at,
     read_errors,
     write_at,
 )
-from holdfast_core.node.read_ahead import pieces, read_ahead
 from holdfast_core.shards.file import (
     BLOCK_BYTES,
     FOOTER,
+    ChunkTable,
+    ShardHeader,
+    ShardRecord,
     Trailer,
     align,
     check_trailer,
@@ -40,9 +47,74 @@ from holdfast_core.shards.file import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester, check_ref, check_same
 from holdfast_core.tiers.base import PayloadSource
+
+
+class BlockPipe:
+    """Ring of blocks with one thread that digests and two that write. Not thread-safe.
+
+    Two writes are in progress at a time, because a disk is idle between single writes. The caller
+
+    1. gets a block with `begin`,
+    2. fills it, and may pass filled parts to `digest`,
+    3. passes it to `write`, and begins the next block,
+    4. waits for all blocks with `finish`, and
+    5. always calls `close` before it closes the file, whose descriptor the threads use.
+    """
+
+    def __init__(self, fd: int, blocks: Sequence[memoryview]) -> None:
+        self._fd = fd
+        self._blocks = blocks
+        self._busy: list[list[Future[None]]] = [[] for _ in blocks]
+        self._turn = 0
+        self._digests = ThreadPoolExecutor(1, "holdfast-node-digest")
+        self._writes = ThreadPoolExecutor(2, "holdfast-node-write")
+
+    def begin(self) -> memoryview:
+        """Return the next block after its earlier use has ended. Raises the OSError of that use."""
+        self._wait(self._turn)
+        return self._blocks[self._turn]
+
+    def digest(self, update: Callable[[memoryview], None], data: memoryview) -> None:
+        """Call `update` with `data`, a part of the current block, in the order of the calls."""
+        self._busy[self._turn].append(self._digests.submit(update, data))
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Start the write of `data`, the filled part of the current block, and move to the next block."""
+        self._busy[self._turn].append(self._writes.submit(write_at, self._fd, data, offset))
+        self._turn = (self._turn + 1) % len(self._blocks)
+
+    def finish(self) -> None:
+        """Wait until all blocks are digested and written. Raises OSError."""
+        for turn in range(len(self._blocks)):
+            self._wait(turn)
+
+    def close(self) -> None:
+        """Wait for the running calls and cancel the others."""
+        for threads in (self._digests, self._writes):
+            threads.shutdown(cancel_futures=True)
+
+    def _wait(self, turn: int) -> None:
+        for future in self._busy[turn]:
+            future.result()
+        self._busy[turn].clear()
+
+
+class PipedDigester:
+    """Digester that works in the pipe's thread. The data that it gets lies in the pipe's current block."""
+
+    def __init__(self, pipe: BlockPipe, header: ShardHeader) -> None:
+        self._pipe = pipe
+        self._digester = PayloadDigester(header)
+
+    def update(self, data: memoryview) -> None:
+        self._pipe.digest(self._digester.update, data)
+
+    def finish(self) -> tuple[ShardRecord, ChunkTable]:
+        self._pipe.finish()
+        return self._digester.finish()
+
 
 WRITE_BYTES = 16 << 20
 """Size of one O_DIRECT write. Larger writes were measured to be no faster."""

@@ -35,7 +35,6 @@ from holdfast_core.ids import (
     JobUid,
     ShardRef,
 )
-from holdfast_core.node.copy import DiskCopyWriter
 from holdfast_core.node.documents import (
     PodRecords,
     read_document,
@@ -48,17 +47,23 @@ from holdfast_core.node.files import (
     fsync_directory,
 )
 from holdfast_core.node.index import VOLUME_ADVICE, IndexEntry, NodeIndex, UnreadableShards
-from holdfast_core.node.layouts import UnusedLayouts, locked, mark
-from holdfast_core.node.paths import manifest_path, shard_path
-from holdfast_core.node.scan import list_manifests, read_shard, scan
+from holdfast_core.node.scan import (
+    UnusedLayouts,
+    list_manifests,
+    locked,
+    manifest_path,
+    mark,
+    read_shard,
+    scan,
+    shard_path,
+)
 from holdfast_core.node.shard_file import (
     WRITE_BYTES,
     DiskShardReader,
 )
 from holdfast_core.node.volume import QUARANTINE, SPARE, Volume
-from holdfast_core.node.write import ShardWrites
-from holdfast_core.shards.file import check_header
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.node.write import DiskCopyWriter, ShardWrites
+from holdfast_core.shards.file import ShardHeader, ShardRecord, check_header
 from holdfast_core.tiers.base import PayloadSource
 
 _KEPT_BUFFERS = 6

@@ -41,12 +41,11 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.ids import RestartRound
-from holdfast_core.messages.bounds import body_limit_bytes
-from holdfast_core.messages.codec import dumps, loads
-from holdfast_core.messages.refusals import refusal_of
+from holdfast_core.messages.codec import body_limit_bytes, dumps, loads
+from holdfast_core.messages.common import refusal_of
 from holdfast_core.messages.schema import ReadReply, Refusal, Refused
 from holdfast_core.net.tls import peer_name
-from holdfast_core.pacing.minimum_rate import MinimumRate
+from holdfast_core.pacing import MinimumRate
 
 Wrap = Callable[[socket.socket], ssl.SSLSocket]
 """Wraps a socket in TLS without the handshake."""

@@ -1,9 +1,12 @@
 """Server of the bulk protocol: send ranges of shards to members that copy or restore them.
 
 The handler decides who may read. The number of connections is limited, and unauthenticated callers cannot
-keep members out (net.connections). The number of requests in progress has a limit of its own, so that idle
+keep members out (net.listener). The number of requests in progress has a limit of its own, so that idle
 connections do not block requests. Every wait has a time-out. The bytes are not verified here: the receiver
 verifies each chunk, and reports a shard that is bad.
+
+A connection keeps the last shard open. Opening a shard reads and verifies its chunk table. For a shard of
+10 GiB this costs as much as sending half a range, and a caller requests many ranges of one shard.
 """
 
 from __future__ import annotations
@@ -12,23 +15,25 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
     HoldfastError,
+    NotFoundError,
     UnavailableError,
 )
+from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange
 from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply
 from holdfast_core.net.listener import ConnectionLimits, Connections
-from holdfast_core.peer.open_shard import KeptObject, OpenByKey, OpenObject
 from holdfast_core.peer.protocol import (
     PIECE_BYTES,
     SEND_BYTES,
@@ -38,6 +43,74 @@ from holdfast_core.peer.protocol import (
     send_message,
     tune,
 )
+from holdfast_core.tiers.base import NodeTier, ShardReader
+
+
+class OpenObject(Closing, Protocol):
+    """An object that is open for reading."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
+        """See tiers.base.ShardReader."""
+        ...
+
+
+OpenByKey = Callable[[str], OpenObject]
+"""Opens an object. Raises NotFoundError, CorruptionError, UnavailableError."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenShard(Closing):
+    """The file of a shard of a node tier."""
+
+    reader: ShardReader
+
+    @property
+    def size_bytes(self) -> int:
+        return self.reader.record.file_bytes
+
+    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
+        return self.reader.read_file(ranges)
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+def shards_of(tier: NodeTier) -> OpenByKey:
+    """Return a function that opens the shards of a tier by `format.keys.node_key`."""
+
+    def opened(key: str) -> OpenShard:
+        for record in tier.list_shards():
+            if node_key(record.ref) == key:
+                return OpenShard(tier.open_shard(record.ref))
+        raise NotFoundError(f"this node has no shard {key!r}")
+
+    return opened
+
+
+class KeptObject(Closing):
+    """The last object that a connection has opened. Not thread-safe."""
+
+    def __init__(self, opened: OpenByKey) -> None:
+        self._opened = opened
+        self._last: tuple[str, OpenObject] | None = None
+
+    def of(self, key: str) -> OpenObject:
+        """Return the object of a key. The caller must not close it. Raises what `OpenByKey` raises."""
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        self.close()
+        found = self._opened(key)
+        self._last = key, found
+        return found
+
+    def close(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last[1].close()
+
 
 CONNECTION_THREAD = "bulk"
 """Name of each thread that serves a connection."""

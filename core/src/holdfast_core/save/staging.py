@@ -2,46 +2,252 @@
 
 1. The rank sends Stage. The slot's header must agree with the message. The stager then owns the slot and
    replies `Staged`; from then on the slot's bytes do not change.
-2. A thread digests and writes the slot in one pass.
+2. A thread digests and writes the slot in one pass (slots.py).
 3. The slot becomes free, and `ended` passes the shard on to its commit.
 
 If step 2 fails, the failure is reported, the slot is freed, and training continues.
 
-A slot that is staged while an earlier one of the rank is owned may wait (owned_slots.py): it is written after
-its step was chosen, or when the round is sealed.
+A step that is staged while an earlier one is being written may wait in its slot. In a pod this needs three
+slots or more, and the step is written only after the coordinator has chosen it for all ranks (ADR 0018), or
+by a seal. In a folder the steps are written in their order.
 
-In a pod each owned slot has a note in the same tmpfs (slot_notes.py). A sidecar that restarts during step 2
+In a pod each owned slot has a note in the same tmpfs (slots.py). A sidecar that restarts during step 2
 reads it and finishes the save. The rank of a folder hands the slot over again.
+
+A step that a rank saves again in the same round is not written but compared with its earlier save. Levels and
+failures name only the step. A rank may rely on them for the second save only if both saves have the same
+bytes, and the shard of the first one is the only one that can be committed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast_core.clock import Clock
-from holdfast_core.errors import FormatError, HoldfastError, RefusedError
+from holdfast_core.errors import CapacityError, FormatError, HoldfastError, RefusedError
 from holdfast_core.failpoint import failpoint
-from holdfast_core.ids import Rank, Step
-from holdfast_core.messages.schema import Refusal, Stage, Staged
-from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_core.save.owned_slots import (
+from holdfast_core.ids import CheckpointId, Rank, Step
+from holdfast_core.messages.schema import Refusal, SaveFailed, Stage, Staged
+from holdfast_core.pacing import BackgroundLimit
+from holdfast_core.save.place import SavePlace, SavePools, SaveReports, SaveRound
+from holdfast_core.save.slots import (
     OwnedSlot,
+    SlotNote,
     Where,
+    check_slot,
+    digest_slot,
+    left_in_slots,
     next_write,
+    saved_before,
+    shard_header,
+    take_or_free,
     to_seal,
 )
-from holdfast_core.save.place import SavePlace, SavePools, SaveReports, SaveRound
-from holdfast_core.save.repeated import RepeatedSaves
-from holdfast_core.save.slot_notes import SlotNote, left_in_slots, take_or_free
-from holdfast_core.save.slot_save import check_slot
-from holdfast_core.save.slot_writes import SlotWrites, WriteOutcome
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.file import ShardRecord
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots, rank_of_slot
-from holdfast_core.signals import Signal
-from holdfast_core.tasks import Tasks
+from holdfast_core.tasks import Signal, Tasks, until_done
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOutcome:
+    """Result of a write: the shard's record, or the failure that the rank is sent."""
+
+    stage: Stage
+    record: ShardRecord | None
+    failed: SaveFailed | None = None
+
+
+class Room:
+    """Signal that space was freed where shards are written, for use on the event loop.
+
+    It is closed while the sidecar is sealed, because nothing is deleted then.
+    """
+
+    def __init__(self) -> None:
+        self._made = asyncio.Event()
+        self._is_open = True
+
+    def open(self) -> None:
+        self._is_open = True
+
+    def close(self) -> None:
+        """Let all present waits return False, and later ones until `open`."""
+        self._is_open = False
+        self._wake()
+
+    def made(self) -> None:
+        """Wake all waits after a deletion."""
+        self._wake()
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait for a deletion. Return False if there is none within `seconds` or the sidecar is sealed."""
+        if not self._is_open:
+            return False
+        try:
+            async with asyncio.timeout(seconds):
+                await self._made.wait()
+        except TimeoutError:
+            return False
+        return self._is_open
+
+    def _wake(self) -> None:
+        made, self._made = self._made, asyncio.Event()
+        made.set()
+
+
+class SlotWrites:
+    """Runner of writes. An error is reported and is part of the WriteOutcome."""
+
+    def __init__(
+        self, place: SavePlace, pools: SavePools, reports: SaveReports, clock: Clock
+    ) -> None:
+        self._place = place
+        self._pools = pools
+        self._reports = reports
+        self._clock = clock
+        self.room = Room()
+
+    async def write(self, owned: OwnedSlot) -> WriteOutcome:
+        """Write the slot to its place, durably."""
+        started = self._clock.monotonic()
+        try:
+            record = await self._with_room(owned)
+        except Exception as error:  # noqa: BLE001 - else the slot stays owned and nothing reports it
+            return WriteOutcome(owned.stage, None, self._reports.failed(owned.stage, error))
+        seconds = self._clock.monotonic() - started
+        self._reports.stored(owned.stage, record.header.payload_bytes, seconds)
+        return WriteOutcome(owned.stage, record)
+
+    async def delete(self, record: ShardRecord) -> None:
+        """Delete a shard whose step was pruned during its write, which the pruning did not find."""
+        await self._pools.shard.run(self._place.delete_shard, record.ref)
+
+    async def _with_room(self, owned: OwnedSlot) -> ShardRecord:
+        """Write the shard. In a full place, retry after each deletion for up to `room_seconds`.
+
+        In a pod, this worker's report carries the failure meanwhile, upon which the coordinator prunes
+        steps that the job does not need. Raises CapacityError if the room does not suffice in time.
+        """
+        deadline: float | None = None
+        while True:
+            try:
+                return await self._watched(owned)
+            except CapacityError as error:
+                self._reports.no_room(owned.stage, error)
+                now = self._clock.monotonic()
+                if deadline is None:
+                    deadline = now + self._place.room_seconds
+                if now >= deadline or not await self.room.wait(deadline - now):
+                    raise
+                # The next write may take long. If this failure stayed, the coordinator would continue to
+                # prune during it.
+                self._reports.continues(owned.stage)
+
+    async def _watched(self, owned: OwnedSlot) -> ShardRecord:
+        """Write the shard, and report a failure as long as the disk hangs."""
+        slot = owned.slot
+        header = shard_header(owned.stage, self._place.job_uid, owned.world_size)
+        slot.bytes_read = slot.bytes_verified = 0  # an earlier attempt may have increased them
+
+        has_begun = threading.Event()
+
+        def write() -> ShardRecord:
+            has_begun.set()
+            return self._place.write_shard(header, slot)
+
+        def stalled(quiet: float) -> None:
+            if not has_begun.is_set():
+                return  # the write waits for those of other ranks, which are watched themselves
+            self._reports.hangs(
+                owned.stage,
+                f"step {header.step}: {slot.bytes_read} of {header.payload_bytes} bytes were "
+                f"written and {slot.bytes_verified} of them read back, and none for {quiet:.0f} s: the "
+                "disk hangs or is far too slow. Training continues, and saves are skipped while no slot "
+                "is free. Check the disk",
+            )
+
+        return await until_done(
+            self._pools.shard.run(write),
+            lambda: slot.bytes_read + slot.bytes_verified,
+            quiet_seconds=self._place.disk_quiet_seconds,
+            stalled=stalled,
+            moving=lambda: self._reports.continues(owned.stage),
+        )
+
+
+class RepeatedSaves:
+    """Comparisons of repeated saves, on the event loop. `owned` are the slots that the stager owns."""
+
+    def __init__(
+        self, place: SavePlace, pools: SavePools, owned: Mapping[tuple[int, int], OwnedSlot]
+    ) -> None:
+        self._place = place
+        self._pools = pools
+        self._owned = owned
+
+    async def compare(self, check: Callable[[], object], message: Stage) -> bool:
+        """Return whether the rank has saved the step before. The slot is then FREE again.
+
+        Args:
+            check: Raises RefusedError if the round of the message has ended. Called after each wait.
+            message: The Stage of a slot that the stager does not own. There is one call for it at a time.
+
+        Raises:
+            RefusedError: The earlier save has other bytes (CONFLICT), or `check` raised.
+            FormatError: The slot's header contradicts the message.
+        """
+        earlier = self._earlier(message)
+        while isinstance(earlier, OwnedSlot):
+            record = await self._digested(earlier)
+            check()
+            earlier = record or self._earlier(message)
+        if earlier is None:
+            return False  # the earlier save has failed: this one is the first that can be durable
+        slot = self._place.open_slot(message.slot)
+        try:
+            check_slot(slot.header(), message, *self._place.staged_states)
+            kept = earlier.header
+            header = shard_header(message, kept.job_uid, kept.world_size)
+            found = await self._pools.digest.run(digest_slot, header, slot)
+            check()
+            check_slot(slot.header(), message, *self._place.staged_states)
+            if found != earlier:
+                raise saved_before(message, f"{kept.payload_bytes} bytes with {earlier.blake3}")
+            slot.set_state(SlotState.FREE)
+        finally:
+            slot.close()
+        return True
+
+    async def _digested(self, owned: OwnedSlot) -> ShardRecord | None:
+        """Return the record of a waiting slot. None once the slot is freed, and its bytes are gone."""
+        if owned.where is Where.WAITING:
+            slot = owned.slot.duplicate()
+            header = shard_header(owned.stage, self._place.job_uid, owned.world_size)
+            try:
+                record = await self._pools.digest.run(digest_slot, header, slot)
+            finally:
+                slot.close()
+            return None if owned.freed.is_set() else record
+        await owned.freed.wait()
+        return None
+
+    def _earlier(self, message: Stage) -> OwnedSlot | ShardRecord | None:
+        """Return the record of the earlier save, its slot if that is not durable yet, or None."""
+        checkpoint = CheckpointId(message.step, message.round)
+        for owned in self._owned.values():
+            if (owned.stage.rank, owned.checkpoint) == (message.rank, checkpoint):
+                return owned
+        job_uid = self._place.job_uid
+        for record in self._place.list_shards():
+            found = (record.header.job_uid, record.header.rank, record.checkpoint)
+            if found == (job_uid, message.rank, checkpoint):
+                return record
+        return None
+
 
 _LOG = logging.getLogger(__name__)
 

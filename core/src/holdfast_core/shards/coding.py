@@ -24,10 +24,8 @@ from typing import Self
 import zstandard
 
 from holdfast_core.errors import CorruptionError, FormatError
-from holdfast_core.format.dtypes import element_bytes
-from holdfast_core.format.rank_layout import RankLayout
-from holdfast_core.shards.file import MAX_CHUNK_BYTES, chunk_count
-from holdfast_core.shards.record import ShardHeader
+from holdfast_core.format.rank_layout import RankLayout, element_bytes
+from holdfast_core.shards.file import MAX_CHUNK_BYTES, ShardHeader, chunk_count
 
 PLAIN = 0
 WIDTHS = (1, 2, 4, 8)

@@ -10,6 +10,9 @@ from holdfast_core.format.digest import Blake3, crc32c
 from holdfast_core.ids import Digest, ShardRef
 from holdfast_core.shards.file import (
     HEAD_PREFIX,
+    ChunkTable,
+    ShardHeader,
+    ShardRecord,
     Trailer,
     check_trailer,
     expect_zeros,
@@ -20,7 +23,6 @@ from holdfast_core.shards.file import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.shards.record import ChunkTable, ShardHeader, ShardRecord
 
 _CACHED_BYTES = 512 << 10
 """Slice size for digests. Both digests process a slice before the next, so that the second one finds it

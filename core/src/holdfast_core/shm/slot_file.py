@@ -13,6 +13,17 @@ state word is written last, in a 4-byte aligned write of its own.
 
 After a restore the sidecar leaves the slot FREE with its identity set, so that it can serve the same
 restore again.
+
+A sidecar and a folder's persister put a payload into a rank's slot by the same steps:
+
+1. `names_shard`: a slot whose header names the shard may still hold it. The bytes are verified.
+2. `first_fitting`: otherwise a slot is chosen that is large enough.
+3. `begin_shard` or `begin_assembly` marks the slot. A `reading.Reader` puts a saved shard, or a
+   payload that is assembled from ranges of several shards, into it. The header that was returned is written
+   at the end.
+
+While a slot is written, it is FILLING and names no shard, so that a slot that was filled in part is never
+taken for the shard. All calls block.
 """
 
 from __future__ import annotations
@@ -20,18 +31,28 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
-from holdfast_core.errors import FormatError, NotFoundError, UnavailableError
-from holdfast_core.ids import Digest, Rank, RestartRound, Step
-from holdfast_core.shards.record import CHUNK_BYTES
-from holdfast_core.shards.stream import TableDigester
+from holdfast_core.errors import (
+    CapacityError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    UnavailableError,
+)
+from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.ids import Digest, Rank, RestartRound, ShardRef, Step
+from holdfast_core.reshard.plan import payload_plan
+from holdfast_core.shards.file import CHUNK_BYTES
+from holdfast_core.shards.stream import ChunkCrcs, TableDigester
 from holdfast_core.shm.shared_files import open_regular, opened_directory
-from holdfast_core.tiers.base import PayloadSource
+from holdfast_core.tiers.base import NodeTier, PayloadSource, ShardReader
 
 HEADER_BYTES = 4096
 MAGIC = b"HFSLOT01"
@@ -310,3 +331,109 @@ def list_slots(directory: Path) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(sorted(names))
+
+
+class SlotTarget(Protocol):
+    """The slot that a fill writes: a `SlotFile`, or a guard around one."""
+
+    def header(self) -> SlotHeader: ...
+
+    def write_header(self, header: SlotHeader) -> None: ...
+
+    def write_payload(self, offset: int, data: memoryview) -> None: ...
+
+
+def names_shard(header: SlotHeader, ref: ShardRef, payload_bytes: int) -> bool:
+    """Return whether the slot's header names this shard. The payload is not verified."""
+    found = (header.round, header.step, header.payload_bytes)
+    return header.state is not SlotState.FILLING and found == (ref.round, ref.step, payload_bytes)
+
+
+def first_fitting(
+    names: Iterable[str], payload_bytes: int, capacity_of: Callable[[str], int | None]
+) -> str:
+    """Return the first offered slot that is large enough.
+
+    Args:
+        names: Names of the offered slots.
+        payload_bytes: Bytes that the slot must hold.
+        capacity_of: Returns the capacity of a slot in bytes, or None if the slot is in use.
+
+    Raises:
+        CapacityError: No offered slot is free and large enough.
+    """
+    found: list[str] = []
+    for name in names:
+        capacity_bytes = capacity_of(name)
+        if capacity_bytes is not None and capacity_bytes >= payload_bytes:
+            return name
+        found.append(f"{name}: {'in use' if capacity_bytes is None else f'{capacity_bytes} bytes'}")
+    raise CapacityError(
+        f"no slot for a shard of {payload_bytes} bytes: {', '.join(found) or 'none offered'}"
+    )
+
+
+def begin_shard(target: SlotTarget, ref: ShardRef, payload_bytes: int) -> SlotHeader:
+    """Mark the slot as incomplete. Return the slot header to write at the end, which names the shard."""
+    free = _begin(target)
+    return replace(free, round=ref.round, step=ref.step, payload_bytes=payload_bytes)
+
+
+def begin_assembly(target: SlotTarget, wanted: RankLayout) -> SlotHeader:
+    """Mark the slot as incomplete and write the header of the wanted payload.
+
+    Returns:
+        The slot header to write at the end. It makes the slot FREE and names no shard, because an
+        assembled payload is not a shard of any step.
+
+    Raises:
+        FormatError: `wanted` is not a valid layout of a payload.
+    """
+    plan = payload_plan(wanted)
+    free = _begin(target)
+    target.write_payload(0, memoryview(plan.header))
+    return free
+
+
+def _begin(target: SlotTarget) -> SlotHeader:
+    """Set the slot FILLING without an identity. Return the header that makes it FREE again."""
+    header = target.header()
+    target.write_header(SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes))
+    return SlotHeader(SlotState.FREE, header.rank, header.capacity_bytes)
+
+
+_CACHED_BYTES = 512 << 10
+"""Bytes of one read. They fit into the processor's cache, where the checksum reads them again."""
+_TWO_THREADS_FROM_CHUNKS = 4
+"""Number of chunks from which two threads verify a slot."""
+
+
+def slot_holds(slot: SlotFile, node: NodeTier, ref: ShardRef, payload_bytes: int) -> bool:
+    """Return whether the slot's payload is that of the shard `ref`.
+
+    Every byte is verified: against the shard's chunk table where the node tier has the shard (four times
+    as fast), otherwise with BLAKE3. Raises what `SlotFile.read_into` raises.
+    """
+    try:
+        with node.open_shard(ref) as reader:
+            return _agrees(slot, reader)
+    except (NotFoundError, CorruptionError):
+        return slot.payload_digest(payload_bytes) == ref.blake3
+
+
+def _agrees(slot: SlotFile, reader: ShardReader) -> bool:
+    header, crcs = reader.record.header, reader.table.crcs
+
+    def agree(chunks: range) -> bool:
+        found = ChunkCrcs(header.chunk_bytes)
+        stop = min(chunks.stop * header.chunk_bytes, header.payload_bytes)
+        for piece in slot.pieces(chunks.start * header.chunk_bytes, stop, _CACHED_BYTES):
+            found.update(piece)
+        return found.finish() == crcs[chunks.start : chunks.stop]
+
+    half = len(crcs) // 2
+    if len(crcs) < _TWO_THREADS_FROM_CHUNKS:
+        return agree(range(len(crcs)))
+    with ThreadPoolExecutor(1, "holdfast-slot-check") as helper:
+        other = helper.submit(agree, range(half, len(crcs)))
+        return agree(range(half)) and other.result()

@@ -37,9 +37,8 @@ from holdfast_core.store.s3.client import (
     encode_crc,
 )
 from holdfast_core.store.s3.credentials import CredentialsProvider
-from holdfast_core.store.s3.errors import S3Failure
+from holdfast_core.store.s3.errors import Retrier, RetryPolicy, S3Failure
 from holdfast_core.store.s3.http import CertificateError, Timeouts
-from holdfast_core.store.s3.retry import Retrier, RetryPolicy
 from holdfast_core.tiers.objects import ObjectInfo
 
 T = TypeVar("T")

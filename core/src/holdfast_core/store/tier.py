@@ -2,32 +2,199 @@
 
 A restore tries this tier last; it is the only tier that survives the loss of all nodes. Objects are
 immutable and written only if absent. The manifest of a checkpoint is deleted before its shards, and the
-shards stay while other checkpoints need them. Retention decides elsewhere which checkpoints to keep.
+shards stay while other checkpoints need them (ADR 0023): a checkpoint that needs objects of an earlier one
+has a marker of it, and the earlier one has a marker of the later one. Retention decides elsewhere which
+checkpoints to keep, and `store.rules` which of the others are dead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 
-from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError
+from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, TierError
 from holdfast_core.format import keys
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import misnamed
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef
+from holdfast_core.shards.file import ShardRecord
 from holdfast_core.shards.pack import PackIndex
-from holdfast_core.shards.record import ShardRecord
-from holdfast_core.store import deletion
 from holdfast_core.store.download.shard import is_damaged, open_stored_shard
 from holdfast_core.store.download.stored import StoredShard, StoredShards
-from holdfast_core.store.job_objects import JobObjects, folder_names
-from holdfast_core.store.upload.compressed import CompressedPack
-from holdfast_core.store.upload.pack import PlainPack
-from holdfast_core.store.upload.whole import WholeShard
+from holdfast_core.store.rules import dead
+from holdfast_core.store.upload import CompressedPack, PlainPack, WholeShard
 from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardSource
-from holdfast_core.tiers.objects import ObjectStore
+from holdfast_core.tiers.objects import Document, Listed, ObjectStore, Page
+
+
+class JobObjects:
+    """The objects of one job. It raises what the store raises."""
+
+    def __init__(self, store: ObjectStore, prefix: str) -> None:
+        self._store = store
+        self.prefix = prefix
+
+    def key(self, relative: str) -> str:
+        """Return the key in the store."""
+        return self.prefix + relative
+
+    def get(self, relative: str) -> bytes:
+        """Return a document. Raises NotFoundError."""
+        return self._store.get(self.key(relative))
+
+    def put(
+        self,
+        relative: str,
+        document: bytes,
+        is_damaged: Callable[[bytes], bool] | None = None,
+    ) -> None:
+        """Put a document if absent; replace one that is there if it cannot belong to this key.
+
+        Raises AlreadyExistsError for another document.
+        """
+        try:
+            self._store.write(self.key(relative), Document(document))
+        except AlreadyExistsError:
+            if is_damaged is None or not is_damaged(self.get(relative)):
+                raise
+            self._store.write(self.key(relative), Document(document), replace=True)
+
+    def delete(self, relative: Iterable[str]) -> None:
+        """Delete objects. Absent ones are ignored."""
+        self._store.delete([self.key(key) for key in relative])
+
+    def delete_below(self, below: str) -> int:
+        """Delete all objects below a path, and return how many there were."""
+        count = 0
+        for page in pages(self._store, self.key(below)):
+            self._store.delete([item.key for item in page.objects])
+            count += len(page.objects)
+        return count
+
+    def list(self, below: str) -> Iterator[Listed]:
+        """Yield all objects below a path, one page at a time. Their keys are relative."""
+        for page in pages(self._store, self.key(below)):
+            for item in page.objects:
+                yield Listed(item.key.removeprefix(self.prefix), item.age)
+
+    def parsed(self, below: str) -> Iterator[tuple[keys.Key, timedelta]]:
+        """Yield key and age of all objects below a path, without those that Holdfast does not write."""
+        for item in self.list(below):
+            try:
+                key = keys.parse_key(item.key)
+            except FormatError:
+                continue  # such an object is never deleted alone
+            yield key, item.age
+
+    def folders(self, kind: str) -> set[CheckpointId]:
+        """Return the checkpoints that have objects of a kind."""
+        found = (
+            keys.checkpoint_of_folder(folder.removeprefix(self.prefix))
+            for page in pages(self._store, f"{self.prefix}{kind}/", folders=True)
+            for folder in page.folders
+        )
+        return {checkpoint for checkpoint in found if checkpoint is not None}
+
+    def manifests(self) -> tuple[CheckpointId, ...]:
+        """Return the checkpoints that have a manifest, by step and round. The manifests are not read."""
+        found = (key for key, _ in self.parsed(f"{keys.MANIFESTS}/"))
+        return tuple(sorted(key.checkpoint for key in found if isinstance(key, keys.ManifestKey)))
+
+    def delete_checkpoint(self, checkpoint: CheckpointId) -> None:
+        """See ObjectTier.delete_checkpoint."""
+        self.delete([keys.manifest_key(checkpoint)])
+        self._release(checkpoint)
+        if not self._needed_by(checkpoint):
+            self.delete_below(keys.shards_prefix(checkpoint))
+
+    def sweep(
+        self,
+        round_: RestartRound,
+        quiet: timedelta,
+        uploading: Callable[[], Collection[CheckpointId]],
+    ) -> frozenset[CheckpointId]:
+        """See ObjectTier.sweep."""
+        stored = self.folders(keys.SHARDS)
+        stored |= self.folders(keys.REFERENCES)
+        busy = frozenset(uploading())
+        manifests = frozenset(self.manifests())
+
+        def gone(checkpoints: Collection[CheckpointId]) -> frozenset[CheckpointId]:
+            return dead(checkpoints, manifests, busy, round_)
+
+        swept = set[CheckpointId]()
+        # A checkpoint needs earlier ones, so the newest is swept first: its markers go with it.
+        for checkpoint in sorted(gone(stored), reverse=True):
+            by = self._needed_by(checkpoint)
+            stale = {c for c in gone(by) if by[c] >= quiet}
+            self.delete([keys.needed_by_key(checkpoint, c) for c in sorted(stale)])
+            if self._is_quiet(keys.references_prefix(checkpoint), quiet):
+                self._release(checkpoint)
+            shards = keys.shards_prefix(checkpoint)
+            is_free = by.keys() <= stale and self._is_quiet(shards, quiet)
+            if is_free and self.delete_below(shards):
+                swept.add(checkpoint)
+        return frozenset(swept)
+
+    def needs(self, checkpoint: CheckpointId) -> Iterator[keys.NeedsKey]:
+        """Yield the markers of the earlier checkpoints that a checkpoint needs."""
+        for key, _ in self.parsed(keys.references_prefix(checkpoint)):
+            if isinstance(key, keys.NeedsKey):
+                yield key
+
+    def _needed_by(self, checkpoint: CheckpointId) -> dict[CheckpointId, timedelta]:
+        """Return the checkpoints that need objects of this one, with the ages of their markers.
+
+        The markers are listed twice: a marker that replaces another one may be put before a listing passes
+        its name, and the other one be deleted after the listing has passed that name.
+        """
+        return {
+            key.by: age
+            for _ in range(2)
+            for key, age in self.parsed(keys.references_prefix(checkpoint))
+            if isinstance(key, keys.NeededByKey)
+        }
+
+    def _release(self, checkpoint: CheckpointId) -> None:
+        """Delete the markers that a checkpoint without a manifest has put."""
+        found = tuple(self.needs(checkpoint))
+        self.delete([keys.needed_by_key(key.earlier, checkpoint) for key in found])
+        self.delete([keys.needs_key(checkpoint, key.earlier, key.payload_bytes) for key in found])
+
+    def _is_quiet(self, below: str, quiet: timedelta) -> bool:
+        """Return whether each object below a path was written at least `quiet` ago."""
+        return all(item.age >= quiet for item in self.list(below))
+
+
+def pages(store: ObjectStore, prefix: str, *, folders: bool = False) -> Iterator[Page]:
+    """Yield the pages of a listing. Raises TierError if the store lists a page a second time."""
+    token, last = "", ""
+    while True:
+        page = store.list(prefix, token, folders=folders)
+        yield page
+        if not page.next:
+            return
+        listed = max((*(item.key for item in page.objects), *page.folders), default="")
+        if listed <= last:
+            raise TierError(f"list of {prefix}: expected keys behind {last!r}, found {listed!r}")
+        token, last = page.next, listed
+
+
+def folder_names(store: ObjectStore, prefix: str, *, all_pages: bool = False) -> list[str]:
+    """Return the names of the folders below a prefix, which is empty or ends with a slash.
+
+    Without `all_pages`, the list ends at a page with objects: another program has the folder, maybe with
+    millions of them.
+    """
+    found = list[str]()
+    for page in pages(store, prefix, folders=True):
+        found += [folder[len(prefix) : -1] for folder in page.folders]
+        if page.objects and not all_pages:
+            break
+    return found
+
 
 READERS = 4
 
@@ -274,7 +441,7 @@ class ObjectTier:
     ) -> dict[CheckpointId, int]:
         """Return the payload bytes that each earlier checkpoint stores for this one."""
         found: dict[CheckpointId, int] = {}
-        for key in deletion.needs(self.job(namespace, job_uid), checkpoint):
+        for key in self.job(namespace, job_uid).needs(checkpoint):
             found[key.earlier] = max(key.payload_bytes, found.get(key.earlier, 0))
         return found
 
@@ -298,7 +465,7 @@ class ObjectTier:
         its shards, they stay until `sweep`. Absent objects are ignored, so a repeated call completes an
         interrupted deletion.
         """
-        deletion.delete_checkpoint(self.job(namespace, job_uid), checkpoint)
+        self.job(namespace, job_uid).delete_checkpoint(checkpoint)
 
     def sweep(
         self,
@@ -325,7 +492,7 @@ class ObjectTier:
         Returns:
             The checkpoints whose shards and packs were deleted.
         """
-        return deletion.sweep(self.job(namespace, job_uid), round_, quiet, uploading)
+        return self.job(namespace, job_uid).sweep(round_, quiet, uploading)
 
     def abort_stale(self, namespace: str, job_uid: JobUid, older_than: timedelta) -> int:
         """Remove what interrupted uploads of the job left at least `older_than` ago; return how many."""

@@ -14,8 +14,7 @@ from typing import Protocol
 from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
-from holdfast_core.shards.file import Trailer
-from holdfast_core.shards.record import CHUNK_BYTES, ChunkTable, ShardHeader, ShardRecord
+from holdfast_core.shards.file import CHUNK_BYTES, ChunkTable, ShardHeader, ShardRecord, Trailer
 
 __all__ = [
     "CHUNK_BYTES",

@@ -1,18 +1,25 @@
-"""ShardSource over an open shard file. A store that is a directory uses it."""
+"""What tiers share: the source over an open shard file, the places that were asked, and the thread pool."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from contextlib import closing
+from typing import Any, ParamSpec, TypeVar
 
 from holdfast_core.closing import Closing
-from holdfast_core.errors import CorruptionError
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    UnavailableError,
+    UnreadableError,
+)
 from holdfast_core.ids import ByteRange
-from holdfast_core.shards.chunks import bad_chunks, payload_span
-from holdfast_core.shards.file import Trailer, head_bytes
+from holdfast_core.shards.file import Trailer, bad_chunks, head_bytes, payload_span
 from holdfast_core.tiers.base import ShardReader
 
 AHEAD_BYTES = 4 << 20
@@ -96,3 +103,75 @@ class ReaderSource(Closing):
 
     def close(self) -> None:
         self._reader.close()
+
+
+class SourceErrors:
+    """Errors of one attempt. `str()` joins them into one message, which begins with the last one.
+
+    The object store is asked last and has the last word. The operator shows the first error in Events, and
+    leaves the others to the log.
+    """
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self.retryable = False
+        """Whether a retry may succeed, because a place was unreachable or busy and may have the data."""
+
+    def failed(self, what: str, error: BaseException) -> None:
+        """Add the error of a place. It sets `retryable` unless the place has no good copy for sure."""
+        self.add(f"{what}: {error}")
+        if isinstance(error, UnreadableError):
+            self.retryable = self.retryable or error.may_pass
+        else:
+            self.retryable = self.retryable or not isinstance(error, NotFoundError | FormatError)
+
+    def add(self, text: str) -> None:
+        """Add a message about a place that does not have the data."""
+        self._text.append(text)
+
+    def __str__(self) -> str:
+        return "; ".join(reversed(self._text))
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CLOSING = "the tier is being closed"
+
+
+def submit(workers: Executor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Submit the call to the pool. Raises UnavailableError if the pool is shut down."""
+    try:
+        return workers.submit(call, *args, **kwargs)
+    except RuntimeError as error:
+        raise UnavailableError(CLOSING) from error
+
+
+def run_all(workers: Executor, call: Callable[[T], object], items: Iterable[T]) -> None:
+    """Make the call for each item in the pool.
+
+    Raises the error of the first call that failed; no further call is begun then. Raises UnavailableError
+    if the pool is shut down before all calls were made.
+    """
+    futures: list[Future[object]] = []
+    try:
+        for item in items:
+            futures.append(submit(workers, call, item))
+        for future in futures:
+            future.result()
+    except CancelledError as error:
+        raise UnavailableError(CLOSING) from error
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def wait_all(futures: Iterable[Future[Any]]) -> None:
+    """Wait until each future has ended or is cancelled. Errors of the futures are ignored.
+
+    `concurrent.futures.wait` is not usable here: it never returns for a future that
+    `shutdown(cancel_futures=True)` took out of the queue, because only a worker thread would notify it.
+    """
+    for future in futures:
+        with contextlib.suppress(CancelledError):
+            future.exception()

@@ -13,7 +13,7 @@ from aiohttp import web
 from prometheus_client import generate_latest
 
 from holdfast_core.clock import Clock
-from holdfast_core.net.port import Port
+from holdfast_core.net.listener import Port
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 

@@ -17,8 +17,7 @@ import aiohttp
 
 from holdfast_core.contract import CONTROL_PORT, peer_dns_name
 from holdfast_core.errors import FormatError, UnavailableError
-from holdfast_core.messages.bounds import reply_limit_bytes
-from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.codec import dumps, loads, reply_limit_bytes
 from holdfast_core.messages.schema import (
     CoordinatorState,
     GangRequest,

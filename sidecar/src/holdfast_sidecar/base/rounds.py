@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from holdfast_core.ids import Digest, RestartRound, Worker, is_spare, ranks_of
-from holdfast_core.messages.relay import Relay
+from holdfast_core.messages.report import Relay
 from holdfast_core.messages.schema import (
     AcceptedRound,
     CopyRequest,

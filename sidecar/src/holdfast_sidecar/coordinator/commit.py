@@ -35,7 +35,7 @@ from holdfast_core.ids import (
     Worker,
     ranks_of,
 )
-from holdfast_core.messages.bounds import MAX_PRUNED
+from holdfast_core.messages.codec import MAX_PRUNED
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Failure,

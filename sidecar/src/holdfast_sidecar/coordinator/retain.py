@@ -1,6 +1,6 @@
 """Decide which steps are deleted from the nodes.
 
-These are the steps that the retention policy (`holdfast_core.policy.retention`) no longer keeps, and steps
+These are the steps that the retention policy (`holdfast_core.retention`) no longer keeps, and steps
 that can no longer be committed. These functions are pure.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from holdfast_core.ids import CheckpointId, Level, Rank, Step
 from holdfast_core.messages.schema import RankSaves, RestorePoint, Round
-from holdfast_core.policy.retention import Committed, RetentionState, plan_retention
+from holdfast_core.retention import Committed, RetentionState, plan_retention
 from holdfast_sidecar.coordinator.ledger import Ledger
 from holdfast_sidecar.upkeep.prune import protected_steps, quarantined
 

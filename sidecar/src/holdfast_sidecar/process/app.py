@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.shm.shared_files import opened_directory, replace_file
-from holdfast_core.signals import Signal
+from holdfast_core.tasks import Signal
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics

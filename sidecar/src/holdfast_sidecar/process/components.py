@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core.signals import Signal
+from holdfast_core.tasks import Signal
 from holdfast_sidecar.base.pod import CurrentRound
 from holdfast_sidecar.coordinator.role import CoordinatorRole
 from holdfast_sidecar.gang.starter import Starter

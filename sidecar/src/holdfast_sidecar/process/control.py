@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound
-from holdfast_core.messages.relay import Relay
+from holdfast_core.messages.report import Relay
 from holdfast_core.messages.schema import (
     CoordinatorState,
     CopyRequest,

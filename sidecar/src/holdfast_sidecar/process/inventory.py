@@ -11,15 +11,14 @@ from pathlib import Path
 from holdfast_core.errors import CorruptionError, HoldfastError, UnreadableError
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step, TierName
-from holdfast_core.messages.bounds import MAX_LISTED, reply_limit_bytes
-from holdfast_core.messages.codec import dumps
+from holdfast_core.messages.codec import MAX_LISTED, dumps, reply_limit_bytes
 from holdfast_core.messages.schema import (
     Inventory,
     ListedManifest,
     ListedShard,
     UncommittedShard,
 )
-from holdfast_core.save.owned_slots import info_of
+from holdfast_core.save.slots import info_of
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_sidecar.base import logs

@@ -28,7 +28,7 @@ from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import FinishCommit, Inventory, Refusal, Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod

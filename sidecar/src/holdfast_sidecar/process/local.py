@@ -23,8 +23,8 @@ from holdfast_core.messages.schema import (
     Stage,
     StoreAddress,
 )
-from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
-from holdfast_core.save.slot_writes import WriteOutcome
+from holdfast_core.pacing import BackgroundLimit, bytes_each_step
+from holdfast_core.save.staging import WriteOutcome
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics

@@ -13,7 +13,7 @@ from holdfast_core.contract import SidecarContract, StoreConfig
 from holdfast_core.ids import RestartRound, TierName
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.store.directory import DirectoryObjectStore, directory_of
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import FileCredentials

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from holdfast_core.signals import Signal
+from holdfast_core.tasks import Signal
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tiers import Tiers

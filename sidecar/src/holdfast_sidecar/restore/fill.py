@@ -38,12 +38,17 @@ from holdfast_core.messages.schema import (
     SavedLayout,
     ShardFile,
 )
+from holdfast_core.reshard.boxes import holders_of
 from holdfast_core.reshard.plan import home_of
-from holdfast_core.reshard.saved import holders_of
-from holdfast_core.shm.slot_check import slot_holds
-from holdfast_core.shm.slot_file import SlotFile, SlotState, rank_of_slot
-from holdfast_core.shm.slot_fill import first_fitting, names_shard
-from holdfast_core.signals import Signal
+from holdfast_core.shm.slot_file import (
+    SlotFile,
+    SlotState,
+    first_fitting,
+    names_shard,
+    rank_of_slot,
+    slot_holds,
+)
+from holdfast_core.tasks import Signal
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod

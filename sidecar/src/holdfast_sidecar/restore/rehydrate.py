@@ -28,7 +28,7 @@ from holdfast_core.messages.schema import (
     Round,
 )
 from holdfast_core.tasks import Tasks
-from holdfast_core.tiers.source_errors import SourceErrors
+from holdfast_core.tiers.sources import SourceErrors
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod

@@ -12,9 +12,9 @@ from typing import TypeVar
 from holdfast_core.errors import UnavailableError
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import ByteRange, Rank, TierName
-from holdfast_core.reading.reader import Reader
-from holdfast_core.shards.record import ShardRecord
-from holdfast_core.shm.slot_fill import begin_assembly, begin_shard
+from holdfast_core.reading import Reader
+from holdfast_core.shards.file import ShardRecord
+from holdfast_core.shm.slot_file import begin_assembly, begin_shard
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Patience
 from holdfast_sidecar.base.metrics import Metrics

@@ -1,4 +1,4 @@
-"""List the places that may hold the shards of one checkpoint, for the reader (holdfast_core.reading.reader).
+"""List the places that may hold the shards of one checkpoint, for the reader (holdfast_core.reading).
 
 The order is this node, then the other members, then the object store, as for whole shards. Among the
 members, the worker whose rank saved the shard comes first. A shard is opened only when it is used.
@@ -16,7 +16,7 @@ from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import Rank, ShardRef, TierName, worker_of
 from holdfast_core.messages.schema import Member
-from holdfast_core.reading.reader import ShardPlace
+from holdfast_core.reading import ShardPlace
 from holdfast_core.tasks import Pool
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
@@ -41,7 +41,7 @@ class PodShardPlace(ShardPlace):
 
 @dataclass(frozen=True, slots=True)
 class PodPlaces:
-    """The places of a checkpoint's shards, as `reading.reader.CheckpointPlaces`."""
+    """The places of a checkpoint's shards, as `reading.CheckpointPlaces`."""
 
     manifest: Manifest
     namespace: str

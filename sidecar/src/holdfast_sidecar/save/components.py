@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from holdfast_core.ids import Step
-from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_core.save.layouts import RankLayouts
+from holdfast_core.pacing import BackgroundLimit
+from holdfast_core.save.place import RankLayouts
 from holdfast_core.save.staging import Stager
-from holdfast_core.signals import Signal
+from holdfast_core.tasks import Signal
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers

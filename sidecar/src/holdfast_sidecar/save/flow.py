@@ -19,7 +19,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.messages.bounds import MAX_REPORTED
+from holdfast_core.messages.codec import MAX_REPORTED
 from holdfast_core.messages.schema import (
     CopyReply,
     CopyRequest,
@@ -30,11 +30,11 @@ from holdfast_core.messages.schema import (
     RefusedShard,
     ReportedShard,
 )
-from holdfast_core.save.layouts import RankLayouts
-from holdfast_core.save.owned_slots import info_of
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.save.place import RankLayouts
+from holdfast_core.save.slots import info_of
+from holdfast_core.shards.file import ShardRecord
+from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.rules import StoredAs
-from holdfast_core.store.sharing import ShardUploader
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Backoff

@@ -6,9 +6,8 @@ from functools import partial
 
 from holdfast_core.ids import Level, TierName
 from holdfast_core.messages.schema import SaveFailed, Stage
-from holdfast_core.save.layouts import RankLayouts
-from holdfast_core.save.place import SavePlace
-from holdfast_core.save.slot_notes import SlotNotes
+from holdfast_core.save.place import RankLayouts, SavePlace
+from holdfast_core.save.slots import SlotNotes
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.pod import Pod

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from holdfast_core.errors import HoldfastError, NotFoundError
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.messages.schema import RestorePoint
-from holdfast_core.tiers.source_errors import SourceErrors
+from holdfast_core.tiers.sources import SourceErrors
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.tiers import Tiers

@@ -14,13 +14,11 @@ from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import ShardRef
 from holdfast_core.messages.schema import Member, Refusal
-from holdfast_core.peer.copy import copy_shard
-from holdfast_core.peer.open_shard import shards_of
 from holdfast_core.peer.protocol import BulkOptions, Peer
-from holdfast_core.peer.server import BulkServer
-from holdfast_core.peer.store import PeerStore
+from holdfast_core.peer.server import BulkServer, shards_of
+from holdfast_core.peer.store import PeerStore, copy_shard
 from holdfast_core.shards.file import Trailer
-from holdfast_core.store.download.copy import Copied
+from holdfast_core.store.download.shard import Copied
 from holdfast_core.tiers.base import NodeTier, ShardSource
 from holdfast_sidecar.base.rounds import RoundState, refuse_reader
 from holdfast_sidecar.wire.client import Peers, raise_refused

@@ -29,7 +29,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES, loads
-from holdfast_core.messages.relay import (
+from holdfast_core.messages.report import (
     Answer,
     Letter,
     Relay,

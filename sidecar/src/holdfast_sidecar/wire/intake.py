@@ -24,7 +24,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.ids import JobUid, Rank
-from holdfast_core.messages.refusals import refusal_of
+from holdfast_core.messages.common import refusal_of
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     Hello,

@@ -10,7 +10,7 @@ from itertools import chain
 
 from holdfast_core.errors import FormatError, HoldfastError
 from holdfast_core.ids import Worker
-from holdfast_core.messages.relay import Answer, Letter
+from holdfast_core.messages.report import Answer, Letter
 from holdfast_core.tasks import Tasks
 
 _MAX_LETTERS = 256

@@ -10,8 +10,8 @@ from typing import Any
 
 from holdfast_core.errors import HoldfastError, RefusedError, UnavailableError
 from holdfast_core.ids import Worker
-from holdfast_core.messages.refusals import refusal_of
-from holdfast_core.messages.relay import Answer, Letter, Relay, RelayReply, decode, encode
+from holdfast_core.messages.common import refusal_of
+from holdfast_core.messages.report import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.schema import (
     Refusal,
 )

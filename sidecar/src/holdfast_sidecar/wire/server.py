@@ -24,9 +24,9 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.digest import PREFIX, parse_digest
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
-from holdfast_core.messages.bounds import body_limit_bytes
-from holdfast_core.messages.refusals import refusal_of
-from holdfast_core.messages.relay import decode, encode
+from holdfast_core.messages.codec import body_limit_bytes
+from holdfast_core.messages.common import refusal_of
+from holdfast_core.messages.report import decode, encode
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Inventory,
@@ -34,8 +34,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     Rendezvous,
 )
-from holdfast_core.net.listener import ListenerLimits, dns_names
-from holdfast_core.net.port import Port
+from holdfast_core.net.listener import ListenerLimits, Port, dns_names
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_caller
 from holdfast_sidecar.wire.bodies import Bodies, BodyLimits, in_pieces

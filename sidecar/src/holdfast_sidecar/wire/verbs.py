@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast_core.messages.relay import Relay, RelayReply
+from holdfast_core.messages.report import Relay, RelayReply
 from holdfast_core.messages.schema import (
     CopyReply,
     CopyRequest,

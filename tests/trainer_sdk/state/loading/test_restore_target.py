@@ -24,8 +24,8 @@ from holdfast.state.tensors import placement
 from holdfast_core.errors import StateMismatchError, UnsupportedStateError
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import Rank
+from holdfast_core.reshard.boxes import holders_of, saved_state
 from holdfast_core.reshard.plan import home_of
-from holdfast_core.reshard.saved import holders_of, saved_state
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from holdfast_core.ids import ByteRange, TierName
 from holdfast_core.messages.schema import ShardFile
 from holdfast_core.node.files import BufferPool, disk_errors
 from holdfast_core.node.shard_file import WRITE_BYTES, DiskShardReader
-from holdfast_core.reading.copying import copy_span
+from holdfast_core.reading import copy_span
 from holdfast_core.tiers.sources import ReaderSource
 
 _CHUNKS_AT_ONCE = 4

@@ -24,7 +24,7 @@ from holdfast.state.loading.restore_target import RestoreTarget
 from holdfast.state.snapshot import Snapshots
 from holdfast.training.loop import Position
 from holdfast_core.ids import Step
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.shm.shared_files import LayoutFiles
 
 logger = logging.getLogger(__name__)
 

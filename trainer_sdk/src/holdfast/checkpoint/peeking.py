@@ -29,7 +29,7 @@ from holdfast_core.format.payload import plan_payload, unpack_objects
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, owner_of, parse_rank_layout
 from holdfast_core.ids import RestartRound, Step
 from holdfast_core.messages.schema import Fill, Filled, Restore, RestoreReply
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.shm.shared_files import LayoutFiles
 
 _PIECE_CHARACTERS = 1 << 20
 """torch's store refuses values of more than 8 MiB."""

@@ -31,8 +31,8 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.messages.schema import Fill, Filled, Restore, RestoreReply, ShardFile, SlotOffer
-from holdfast_core.reshard.saved import saved_state
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.reshard.boxes import saved_state
+from holdfast_core.shm.shared_files import LayoutFiles
 
 logger = logging.getLogger(__name__)
 

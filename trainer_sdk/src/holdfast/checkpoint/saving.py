@@ -27,7 +27,7 @@ from holdfast.state.snapshot import SavePlan, Snapshot, Snapshots, paused_collec
 from holdfast_core.errors import DeviceError, UnavailableError
 from holdfast_core.ids import Level, RestartRound
 from holdfast_core.messages.schema import Stage
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.shm.shared_files import LayoutFiles
 
 logger = logging.getLogger(__name__)
 

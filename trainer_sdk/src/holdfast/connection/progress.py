@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.connection.session import Session
 from holdfast.training.step_timing import StepTiming
 from holdfast_core.ids import Step
-from holdfast_core.messages.bounds import MAX_METRIC_NAME, MAX_METRICS, clipped
+from holdfast_core.messages.codec import MAX_METRIC_NAME, MAX_METRICS, clipped
 from holdfast_core.messages.schema import Interval, Progress
 
 MEASURED_STEPS = 32

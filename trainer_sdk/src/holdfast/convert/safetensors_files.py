@@ -27,8 +27,8 @@ from holdfast_core.format.canonical import (
     expect_text,
     unique_keys,
 )
-from holdfast_core.format.dtypes import element_bytes, tensor_bytes
 from holdfast_core.format.payload import MAX_HEADER_BYTES, METADATA_NAME
+from holdfast_core.format.rank_layout import element_bytes, tensor_bytes
 from holdfast_core.ids import ByteRange
 from holdfast_core.node.files import disk_errors
 

@@ -29,7 +29,7 @@ from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step, ag
 from holdfast_core.messages import codec
 from holdfast_core.node.documents import read_document, replace_document
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.record import ShardRecord, build_manifest
+from holdfast_core.shards.file import ShardRecord, build_manifest
 
 logger = logging.getLogger(__name__)
 

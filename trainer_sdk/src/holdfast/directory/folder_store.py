@@ -28,8 +28,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef
 from holdfast_core.node.documents import read_document, replace_document
-from holdfast_core.store.open import open_tier, probe_url
-from holdfast_core.store.runs import MarkedRound, RunMarker, StoreRuns
+from holdfast_core.store.open import MarkedRound, RunMarker, StoreRuns, open_tier, probe_url
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store_url import StoreUrl
 

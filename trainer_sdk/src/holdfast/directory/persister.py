@@ -30,7 +30,7 @@ from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import RestartRound
 from holdfast_core.messages.schema import Hello, Refusal, Refused
 from holdfast_core.messages.socket_frames import receive_frame, send_frame
-from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.store_url import parse_store_url
 
 logger = logging.getLogger(__name__)

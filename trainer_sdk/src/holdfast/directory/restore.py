@@ -34,17 +34,18 @@ from holdfast_core.messages.schema import (
     SlotOffer,
 )
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.reading.reader import Reader, ShardPlace, run_blocking
+from holdfast_core.reading import Reader, ShardPlace, run_blocking
+from holdfast_core.reshard.boxes import holders_of
 from holdfast_core.reshard.plan import home_of
-from holdfast_core.reshard.saved import holders_of
-from holdfast_core.shm.layout_files import LayoutFiles
-from holdfast_core.shm.slot_check import slot_holds
-from holdfast_core.shm.slot_file import SlotFile, SlotState
-from holdfast_core.shm.slot_fill import (
+from holdfast_core.shm.shared_files import LayoutFiles
+from holdfast_core.shm.slot_file import (
+    SlotFile,
+    SlotState,
     begin_assembly,
     begin_shard,
     first_fitting,
     names_shard,
+    slot_holds,
 )
 
 T = TypeVar("T")

@@ -33,12 +33,10 @@ from holdfast_core.errors import (
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Refusal, Refused, SaveFailed, Stage, Staged
-from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
-from holdfast_core.save.layouts import RankLayouts
-from holdfast_core.save.place import SavePlace, SavePools
-from holdfast_core.save.slot_writes import WriteOutcome
-from holdfast_core.save.staging import Stager
-from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.pacing import BackgroundLimit, bytes_each_step
+from holdfast_core.save.place import RankLayouts, SavePlace, SavePools
+from holdfast_core.save.staging import Stager, WriteOutcome
+from holdfast_core.shards.file import ShardHeader, ShardRecord
 from holdfast_core.shm.slot_file import SlotFile
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from holdfast.directory.restore import FolderRestore
 from holdfast.directory.saves import FolderSaves
 from holdfast_core.errors import HoldfastError, RefusedError, StaleRoundError, UnavailableError
 from holdfast_core.ids import RestartRound
-from holdfast_core.messages.refusals import refusal_of
+from holdfast_core.messages.common import refusal_of
 from holdfast_core.messages.schema import (
     Fill,
     Hello,
@@ -34,8 +34,8 @@ from holdfast_core.messages.schema import (
     TakeStore,
 )
 from holdfast_core.messages.socket_frames import receive_frame, send_frame
-from holdfast_core.pacing.background_limit import BackgroundLimit
-from holdfast_core.shm.layout_files import LayoutFiles
+from holdfast_core.pacing import BackgroundLimit
+from holdfast_core.shm.shared_files import LayoutFiles
 
 if TYPE_CHECKING:  # a process without a store imports neither
     from holdfast.directory.folder_store import FolderStore

@@ -25,7 +25,7 @@ from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Rank, ShardRef
 from holdfast_core.messages.schema import PersistRequest
 from holdfast_core.shards.file import Trailer
-from holdfast_core.store.sharing import ShardUploader
+from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.tier import ObjectTier
 
 logger = logging.getLogger(__name__)

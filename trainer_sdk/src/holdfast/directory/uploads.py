@@ -46,10 +46,10 @@ from holdfast_core.messages.schema import (
     RestorePoint,
     SaveFailed,
 )
-from holdfast_core.pacing.background_limit import BackgroundLimit
+from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.store.commit import commit, references_beside
+from holdfast_core.store.open import TakenError
 from holdfast_core.store.rules import QUIET, STALE_UPLOADS, StoredAs, merged
-from holdfast_core.store.runs import TakenError
 from holdfast_core.store.tier import ObjectTier
 
 logger = logging.getLogger(__name__)

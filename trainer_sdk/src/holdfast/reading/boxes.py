@@ -26,11 +26,16 @@ from holdfast_core.errors import (
     NotFoundError,
     StateMismatchError,
 )
-from holdfast_core.format.dtypes import tensor_bytes
 from holdfast_core.format.manifest import Manifest
-from holdfast_core.format.rank_layout import RankLayout, TensorSlice, owner_of, parse_rank_layout
+from holdfast_core.format.rank_layout import (
+    RankLayout,
+    TensorSlice,
+    owner_of,
+    parse_rank_layout,
+    tensor_bytes,
+)
 from holdfast_core.ids import ByteRange, CheckpointId, Rank
-from holdfast_core.reading.reader import Reader, ShardPlace, run_blocking
+from holdfast_core.reading import Reader, ShardPlace, run_blocking
 from holdfast_core.tiers.base import ShardSource
 
 T = TypeVar("T")

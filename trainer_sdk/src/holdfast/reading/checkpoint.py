@@ -15,7 +15,7 @@ from holdfast_core.errors import ConfigError, CorruptionError, FormatError, NotF
 from holdfast_core.format.payload import unpack_objects
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import CheckpointId, Rank
-from holdfast_core.reshard.saved import holders_of, saved_state
+from holdfast_core.reshard.boxes import holders_of, saved_state
 
 
 class SavedCheckpoint(Closing):

@@ -10,8 +10,7 @@ from typing import Any
 from holdfast.reading.boxes import BoxReader, Memory
 from holdfast.state.tensors import RAW, own_name, view_stored
 from holdfast_core.errors import UnsupportedStateError
-from holdfast_core.format.dtypes import element_bytes
-from holdfast_core.format.rank_layout import TensorSlice
+from holdfast_core.format.rank_layout import TensorSlice, element_bytes
 from holdfast_core.ids import ByteRange
 
 _NOWHERE = ByteRange(0, 0)

@@ -6,7 +6,9 @@ part of it: one for a whole shard, several for a pack. The worker that fetches a
 decodes it. Each chunk is verified; a wrong chunk is read again, alone. At most MAX_AHEAD_BYTES are in
 memory, or one run if it is longer. A shard at a peer is read by the same code (peer.store).
 
-The shard file is written from the same runs (copy).
+The shard file is written from the same runs. It is a whole file that depends on no other (ADR 0020), and
+chunks that this node has already are not requested. It is written in order: the head, which the trailer
+determines, then the payload from the source and from this node, then padding and trailer.
 """
 
 from __future__ import annotations
@@ -15,27 +17,234 @@ import logging
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.ids import ShardRef
-from holdfast_core.shards.chunks import FindBad, bad_chunks, payload_runs, payload_span
-from holdfast_core.shards.coding import Coding
-from holdfast_core.shards.file import Trailer, head_bytes, pack_head, trailer_offset
-from holdfast_core.shards.record import ShardRecord
-from holdfast_core.store.download.copy import copy_file
-from holdfast_core.store.download.decode import fill_decoded
-from holdfast_core.store.download.source import READS, Source
-from holdfast_core.store.download.stored import Extent, ShardPlaces, StoredShards, places_in
-from holdfast_core.tiers.base import OpenWriter
+from holdfast_core.shards.coding import ChunkDecoder, Coding
+from holdfast_core.shards.file import (
+    FindBad,
+    ShardHeader,
+    ShardRecord,
+    Trailer,
+    bad_chunks,
+    head_bytes,
+    pack_head,
+    pack_trailer,
+    payload_runs,
+    payload_span,
+    trailer_offset,
+)
+from holdfast_core.store.download.stored import (
+    READS,
+    Extent,
+    ShardPlaces,
+    Source,
+    StoredShards,
+    places_in,
+)
+from holdfast_core.tiers.base import CopyWriter, OpenWriter
 from holdfast_core.tiers.objects import RangedStore
-from holdfast_core.tiers.pooled import CLOSING, submit, wait_all
+from holdfast_core.tiers.sources import CLOSING, submit, wait_all
+
+
+@dataclass(frozen=True, slots=True)
+class EqualRun:
+    """Consecutive chunks that equal the chunks with the same numbers in the shard `source` on this node."""
+
+    chunks: range
+    source: ShardRef
+
+
+class PieceSource(Protocol):
+    """A shard that is copied."""
+
+    @property
+    def trailer(self) -> Trailer: ...
+
+    def pieces(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        """Yield the bytes of each run of chunks, in order, as tiers.base.ShardSource.read does.
+
+        The writer verifies them. The source verifies only what it needs for its own decisions.
+        """
+        ...
+
+
+class LocalSource(Protocol):
+    """Shards of this node that may have chunks of the shard."""
+
+    def runs(self, first_chunk: int) -> Sequence[EqualRun]:
+        """Return the runs that this node has, from a chunk on, in order."""
+        ...
+
+    def take(self, run: EqualRun, writer: CopyWriter, may_go_on: Callable[[], None]) -> bool:
+        """Append the chunks of a run to the copy. Return False, in the middle, if its source is damaged."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy that is durable on this node."""
+
+    record: ShardRecord
+    received_bytes: int
+    """Bytes that the source sent for it, the trailer included."""
+
+
+def copy_file(
+    source: PieceSource,
+    open_writer: OpenWriter,
+    run_bytes: int,
+    local: LocalSource | None = None,
+    may_go_on: Callable[[], None] = lambda: None,
+) -> Copied:
+    """Write the whole shard file and commit the writer. It is verified and durable when this returns.
+
+    Args:
+        source: The shard.
+        open_writer: Opens the writer, which verifies chunks, identity and BLAKE3.
+        run_bytes: Length of the runs that are requested, unless a single chunk is longer.
+        local: Shards of this node.
+        may_go_on: Called before each run and before the commit. An error that it raises ends the copy.
+
+    Raises:
+        HoldfastError: What the source and the writer raise. The writer is aborted after any error.
+    """
+    record, table = source.trailer.record, source.trailer.table
+    header = record.header
+    end = trailer_offset(header)
+    padding = end - head_bytes(header) - header.payload_bytes
+    writer = open_writer(record.ref, record.file_bytes)
+    try:
+        writer.write(pack_head(header))
+        payload_bytes = _write_payload(source, writer, run_bytes, local, may_go_on)
+        writer.write(bytes(padding) + pack_trailer(header, record.blake3, table))
+        may_go_on()
+    except BaseException:
+        writer.abort()
+        raise
+    return Copied(writer.commit(), payload_bytes + record.file_bytes - end)
+
+
+def _write_payload(
+    source: PieceSource,
+    writer: CopyWriter,
+    run_bytes: int,
+    local: LocalSource | None,
+    may_go_on: Callable[[], None],
+) -> int:
+    """Write the payload. Return the number of bytes that the source sent."""
+    header = source.trailer.record.header
+    received_bytes = 0
+    while (position := writer.offset - head_bytes(header)) < header.payload_bytes:
+        # A local source that turns out to be damaged is no longer among the runs of the next round.
+        parts = tuple(_parts(header, position, run_bytes, local))
+        missing = (part for part in parts if isinstance(part, range))
+        with closing(source.pieces(missing)) as views:
+            for part in parts:
+                may_go_on()
+                if isinstance(part, range):
+                    view = next(views)
+                    writer.write(view)
+                    received_bytes += len(view)
+                elif local is None or not local.take(part, writer, may_go_on):
+                    break
+    return received_bytes
+
+
+def _parts(
+    header: ShardHeader, position: int, run_bytes: int, local: LocalSource | None
+) -> Iterator[range | EqualRun]:
+    """Return, in order, the runs that this node has, and the runs between them that it lacks."""
+    first, total = (-(-at // header.chunk_bytes) for at in (position, header.payload_bytes))
+    count = max(1, run_bytes // header.chunk_bytes)
+    held = local.runs(first) if local else ()
+    for run in (*held, None):
+        stop = total if run is None else run.chunks.start
+        for start in range(first, stop, count):
+            yield range(start, min(start + count, stop))
+        if run is not None:
+            yield run
+            first = run.chunks.stop
+
 
 _LOG = logging.getLogger(__name__)
+
+
+def fill_decoded(
+    source: Source,
+    offset: int,
+    coding: Coding,
+    places: Sequence[memoryview],
+    is_good: Callable[[int, memoryview], bool],
+) -> list[int]:
+    """Fetch consecutive compressed chunks of an object and decode them.
+
+    A chunk that does not decode or does not verify is read again, alone, up to READS reads in all. Besides
+    `places` the stored bytes are in memory; they are never longer than the chunks.
+
+    Args:
+        source: The object.
+        offset: Where the first chunk begins in the object.
+        coding: How these chunks are stored.
+        places: One buffer for each chunk, as long as the chunk.
+        is_good: Receives the position of a chunk and its buffer; returns whether the chunk verifies.
+
+    Returns:
+        The positions in `places` of the chunks that were wrong at every read.
+
+    Raises:
+        NotFoundError: The object is gone.
+        UnavailableError: The retry policy is spent.
+    """
+    decoder = ChunkDecoder()
+    total = coding.stored_bytes(0, len(places))
+    # An anonymous map, because a bytearray would be filled with zeros first.
+    stored = memoryview(mmap.mmap(-1, total))
+    source.fill(offset, stored)
+    bad: list[int] = []
+    for position, place in enumerate(places):
+        start, stop = (coding.stored_bytes(0, at) for at in (position, position + 1))
+        found = stored[start:stop]
+        for left in reversed(range(READS)):
+            why = _wrong(decoder, found, coding.widths[position], place, position, is_good)
+            if not why:
+                break
+            if not left:
+                bad.append(position)
+                break
+            _LOG.warning(
+                "%s: bytes from %d on: %s; reading them again",
+                source.describe(),
+                offset + start,
+                why,
+            )
+            source.fill(offset + start, found)
+    return bad
+
+
+def _wrong(
+    decoder: ChunkDecoder,
+    stored: memoryview,
+    width: int,
+    place: memoryview,
+    position: int,
+    is_good: Callable[[int, memoryview], bool],
+) -> str:
+    """Decode a chunk into its buffer and return why the result is wrong; "" if it is good."""
+    try:
+        decoder.decode(stored, width, place)
+    except CorruptionError as error:
+        return str(error)
+    return "" if is_good(position, place) else "the chunk does not match the chunk table"
+
+
 RUN_BYTES = 8 << 20
 """Payload bytes of a run of `copy_to`, unless a single chunk is longer; half of it if chunks are
 compressed."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from holdfast_core.errors import CorruptionError, NotFoundError
@@ -13,9 +15,12 @@ from holdfast_core.ids import ShardRef
 from holdfast_core.shards.coding import Coding
 from holdfast_core.shards.file import (
     BLOCK_BYTES,
+    CHUNK_BYTES,
+    DIGEST_BYTES,
     FOOTER,
     Trailer,
     head_bytes,
+    table_bytes,
     trailer_bytes_of,
     unpack_trailer,
 )
@@ -28,11 +33,39 @@ from holdfast_core.shards.pack import (
     runs_within,
     unpack_index,
 )
-from holdfast_core.shards.record import CHUNK_BYTES, DIGEST_BYTES, table_bytes
 from holdfast_core.shards.stream import check_ref
-from holdfast_core.store.download.source import READS, Source
 from holdfast_core.tiers.objects import RangedStore
-from holdfast_core.tiers.pooled import run_all
+from holdfast_core.tiers.sources import run_all
+
+READS = 2
+"""How often bytes that do not verify are read in all. A bit may have flipped in transit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One object of a store."""
+
+    store: RangedStore
+    key: str
+    stopped: threading.Event = field(default_factory=threading.Event)
+    """Set when the download has failed or ended. No further request is sent then."""
+
+    def fill(self, start: int, buffer: memoryview) -> None:
+        """Read the object's bytes [start, start + len(buffer)). See RangedStore.read_into."""
+        self.store.read_into(self.key, start, buffer, self.stopped)
+
+    def last_bytes(self, count: int, size_bytes: int) -> bytes:
+        """Return the last `count` bytes of the object, which has `size_bytes` bytes."""
+        if not count:
+            return b""
+        # An anonymous map, whose pages exist only once bytes have arrived: `count` may come from a peer.
+        data = memoryview(mmap.mmap(-1, count))
+        self.fill(size_bytes - count, data)
+        return bytes(data)
+
+    def describe(self) -> str:
+        return f"{self.key!r} in {self.store.name}"
+
 
 _LOG = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 20

@@ -1,15 +1,30 @@
-"""Parsing of a store's error replies, and their translation to errors of holdfast_core.errors.
+"""Errors of a store: parsing, translation to holdfast_core.errors, redaction, and retries.
 
-Only the server's Code and Message are kept, shortened and redacted, because they appear in conditions and
-logs. Headers, signatures and keys are never kept.
+A store receives the access key and the session token. A hostile store may repeat them as they are, in
+parts, encoded, or with other characters in between. Long words that look like a key are removed as well,
+because no list of encodings is complete.
+
+Of a reply only the server's Code and Message are kept, shortened and redacted, because they appear in
+conditions and logs. Headers, signatures and keys are never kept.
+
+All retries of the store are made here, with full jitter, a limit of attempts and a time budget. Only the
+`retryable` attribute of an error's class decides whether an operation is tried again. Operations must be
+idempotent: one whose outcome may be unknown must first look at what is stored. The calling thread is
+blocked.
 """
 
 from __future__ import annotations
 
+import base64
+import random
 import re
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
 from xml.etree import ElementTree
 
+from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import (
     AccessDeniedError,
     AlreadyExistsError,
@@ -20,7 +35,74 @@ from holdfast_core.errors import (
     TierError,
     UnavailableError,
 )
-from holdfast_core.store.s3.redact import redact
+
+_REMOVED = "***"
+_SHORTEST_SECRET = 6
+"""Shorter strings are not secrets, and to remove them would remove ordinary words."""
+_GRAM = 8
+"""If the text and a secret have this many consecutive letters and digits in common, they are removed."""
+_OPAQUE = re.compile(r"[A-Za-z0-9+/=_~.%-]{20,}")
+"""A word that may be a key."""
+
+
+def redact(text: str, secrets: Iterable[str]) -> str:
+    """Return the text without the secrets, parts of them, and long words that look like a key.
+
+    Case and characters other than letters and digits are ignored when the text is searched.
+    """
+    places = [index for index, character in enumerate(text) if character.isalnum()]
+    letters = "".join(text[index].casefold()[:1] for index in places)
+    hidden: list[tuple[int, int]] = []
+    known = [secret for secret in secrets if len(secret) >= _SHORTEST_SECRET]
+    for form in {form for secret in known for form in _forms(secret)}:
+        if len(form) < _SHORTEST_SECRET:
+            continue
+        size = min(_GRAM, len(form))
+        grams = {form[start : start + size] for start in range(len(form) - size + 1)}
+        hidden += [
+            (places[start], places[start + size - 1] + 1)
+            for start in range(len(letters) - size + 1)
+            if letters[start : start + size] in grams
+        ]
+    return _OPAQUE.sub(_without_key, _without(text, sorted(hidden)))
+
+
+def _without(text: str, spans: list[tuple[int, int]]) -> str:
+    """Return the text with these spans, sorted and possibly overlapping, replaced by _REMOVED."""
+    found: list[str] = []
+    done = 0
+    for start, stop in spans:
+        if start >= done:
+            found += (text[done:start], _REMOVED)
+        done = max(done, stop)
+    return "".join(found) + text[done:]
+
+
+def _without_key(match: re.Match[str]) -> str:
+    """Return _REMOVED for a word with digits, lower-case and upper-case letters, else the word.
+
+    Keys have all three kinds of characters; paths, names and hex digests usually do not.
+    """
+    word = match.group()
+    kinds = (str.isdigit, str.islower, str.isupper)
+    return _REMOVED if all(any(map(kind, word)) for kind in kinds) else word
+
+
+def _forms(secret: str) -> Iterable[str]:
+    """Return the secret, reversed, in hex and in Base64, as case-folded letters and digits."""
+    raw = secret.encode()
+    yield _letters(secret)
+    yield _letters(secret[::-1])
+    yield raw.hex()
+    for skipped in range(3):
+        # Within a longer Base64 text the form of a secret depends on the number of bytes before it.
+        whole = raw[skipped : len(raw) - (len(raw) - skipped) % 3]
+        yield _letters(base64.b64encode(whole).decode())
+
+
+def _letters(text: str) -> str:
+    return "".join(c.casefold()[:1] for c in text if c.isalnum())
+
 
 MAX_TEXT_CHARACTERS = 300
 """Longest text of a server that is shown, in characters."""
@@ -191,3 +273,96 @@ def clean(text: str, secrets: tuple[str, ...]) -> str:
     # Redact before cutting, because a secret that the cut divides would not be recognized.
     shown = redact(text[:_CLEANED_CHARACTERS], secrets)
     return re.sub(r"[\x00-\x20\x7f]+", " ", shown).strip()[:MAX_TEXT_CHARACTERS]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and how long one operation is tried.
+
+    The wait before attempt n+1 is uniform in [0, min(cap, base * 2**(n-1))], so that many sidecars that
+    failed together do not retry together.
+    """
+
+    max_attempts: int = 8
+    budget_seconds: float = 120.0
+    """No attempt begins later than this after the first attempt began."""
+    base_seconds: float = 0.2
+    cap_seconds: float = 20.0
+
+    def ceiling_seconds(self, failures: int) -> float:
+        """Return the longest wait after `failures` (>= 1) failed attempts."""
+        # The exponent is bounded so that a huge max_attempts cannot overflow a float.
+        return min(self.cap_seconds, self.base_seconds * 2.0 ** min(failures - 1, 60))
+
+
+@dataclass(frozen=True, slots=True)
+class Retrier:
+    """Runner of operations under a retry policy. Safe for use by many threads."""
+
+    policy: RetryPolicy = RetryPolicy()
+    clock: Clock = field(default_factory=SystemClock)
+    uniform: Callable[[float, float], float] = random.uniform
+    sleep: Callable[[float], object] | None = None
+    """Waits for the given seconds; None waits on `stop`."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Ends all waits when it is set. A waiting operation then makes one last attempt immediately."""
+
+    def call(self, what: str, operation: Callable[[], T]) -> T:
+        """Return the result of `operation`. Repeat it while it raises retryable errors.
+
+        Args:
+            what: The operation, for the error message.
+            operation: Must be idempotent.
+
+        Raises:
+            HoldfastError: The operation raised an error that is not retryable.
+            UnavailableError: The policy is spent or `stop` is set. The message has the last error, the
+                number of attempts and the seconds spent.
+        """
+        began = self.clock.monotonic()
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return operation()
+            except HoldfastError as error:
+                if not error.retryable:
+                    raise
+                spent = self.clock.monotonic() - began
+                wait = self.uniform(0.0, self.policy.ceiling_seconds(attempt))
+                if (
+                    self.stop.is_set()
+                    or attempt >= self.policy.max_attempts
+                    or spent + wait > self.policy.budget_seconds
+                ):
+                    raise UnavailableError(
+                        f"{what}: given up after {attempt} attempt(s) in {spent:.1f} s: {error}"
+                    ) from error
+            self._pause(wait)
+
+    def look(self, what: str, operation: Callable[[], T | None], looks: int = 3) -> T | None:
+        """Like `call`, for an operation that returns None if it does not find something.
+
+        Returns None only after `looks` looks in a row, with the policy's waits, found nothing, because a
+        store may reply 404 for an object that was just written.
+        """
+        left = looks
+
+        def once() -> T | None:
+            nonlocal left
+            found = operation()
+            left -= 1
+            if found is None and left > 0:
+                raise UnavailableError(f"{what}: no such object at {looks - left} look(s)")
+            return found
+
+        return self.call(what, once)
+
+    def _pause(self, seconds: float) -> None:
+        if self.sleep is None:
+            self.stop.wait(seconds)
+        else:
+            self.sleep(seconds)

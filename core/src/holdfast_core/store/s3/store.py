@@ -26,10 +26,10 @@ from holdfast_core.store.s3.client import (
     S3Request,
     decode_crc,
 )
-from holdfast_core.store.s3.retry import Retrier
+from holdfast_core.store.s3.errors import Retrier
 from holdfast_core.store.s3.upload import Transport, Upload
 from holdfast_core.tiers.objects import MAX_DOCUMENT_BYTES, Listed, ObjectSource, Page
-from holdfast_core.tiers.pooled import run_all
+from holdfast_core.tiers.sources import run_all
 
 _PROGRESS_BYTES = 1 << 20
 """A transfer that breaks after at least this many bytes is resumed with a new retry budget. A shorter one

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import median, median_low
 
 from holdfast_core.ids import Rank, Step
-from holdfast_core.messages.bounds import MAX_STRAGGLERS
+from holdfast_core.messages.codec import MAX_STRAGGLERS
 from holdfast_core.messages.common import Policy, RankWork
 from holdfast_core.messages.operator import Straggler
 from holdfast_core.messages.report import RankProgress

@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast_core.errors import FormatError
 from holdfast_core.messages import codec
-from holdfast_core.messages.bounds import Clipped, ClippedText
+from holdfast_core.messages.codec import Clipped, ClippedText
 
 MAX_PACKET_BYTES = 160 * 1024
 """Limit of a packet. It is enough for usual environments and command lines, and it is below the default

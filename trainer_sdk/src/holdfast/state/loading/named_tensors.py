@@ -27,8 +27,7 @@ from holdfast_core.format.payload import (
 )
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, owner_of
 from holdfast_core.ids import Rank
-from holdfast_core.reshard.boxes import Box
-from holdfast_core.reshard.saved import SavedState
+from holdfast_core.reshard.boxes import Box, SavedState
 
 
 class NamedTensors:

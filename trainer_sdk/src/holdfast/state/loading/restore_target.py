@@ -25,8 +25,7 @@ from holdfast.state.tree import is_stateful, unwrap
 from holdfast_core.errors import StateMismatchError
 from holdfast_core.format.payload import plan_payload
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, owner_of
-from holdfast_core.reshard.boxes import Box
-from holdfast_core.reshard.saved import SavedState
+from holdfast_core.reshard.boxes import Box, SavedState
 
 
 class RestoreTarget:

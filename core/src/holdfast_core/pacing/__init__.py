@@ -1,1 +1,0 @@
-"""Rate control: a limit on background transfers that pauses during saves, and a minimum rate of peers."""

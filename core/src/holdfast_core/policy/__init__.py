@@ -1,1 +1,0 @@
-"""Rules for which checkpoints may be pruned. Pure."""

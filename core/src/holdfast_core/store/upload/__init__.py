@@ -1,1 +1,0 @@
-"""Upload of one object to the store: parts, compression, and continuation of an interrupted upload."""
