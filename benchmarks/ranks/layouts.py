@@ -24,8 +24,8 @@ from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages import codec
 from holdfast_core.messages.schema import ReportedShard, ShardInfo, WorkerReport
 from holdfast_core.reshard.plan import SliceSearch
-from holdfast_sidecar.coordinator.documents import build_manifest
 from holdfast_sidecar.coordinator.ledger import Ledger
+from holdfast_sidecar.coordinator.plan import build_manifest
 
 T = TypeVar("T")
 

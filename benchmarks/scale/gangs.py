@@ -1,6 +1,6 @@
 """Gangs that are played: what their coordinators tell the operator while the ranks would train.
 
-A coordinator raises the version of its state as a real one does (wire/versioned.py): a commit at once, the
+A coordinator raises the version of its state as a real one does (wire/server.py): a commit at once, the
 progress of the ranks together with other progress. A rank finishes a step every STEP_SECONDS.
 """
 
@@ -26,8 +26,8 @@ from holdfast_core.messages.schema import (
     Round,
     RoundTimes,
 )
-from holdfast_sidecar.coordinator.reports.gathered import common_round
-from holdfast_sidecar.wire.versioned import Versioned
+from holdfast_sidecar.coordinator.gathered import common_round
+from holdfast_sidecar.wire.server import Versioned
 
 STEP_SECONDS = 5.0
 REPORT_SECONDS = 0.5

@@ -25,11 +25,10 @@ from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.restore.rehydrate import Rehydrator
-from holdfast_sidecar.wire.members import Members
+from holdfast_sidecar.wire.bulk import Members
 
 LAYOUT = rank_layout(world_size=1)
 PAYLOAD = rank_payload(world_size=1)

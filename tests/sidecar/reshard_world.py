@@ -28,13 +28,11 @@ from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
-from holdfast_sidecar.base.backoff import Backoff, Patience
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.restore.fill_target import FillTarget
-from holdfast_sidecar.restore.slot_reader import SlotReader
-from holdfast_sidecar.restore.sources import PodPlaces
+from holdfast_sidecar.base.pod import Backoff, Patience
+from holdfast_sidecar.base.tiers import Pools, Tiers
+from holdfast_sidecar.restore.fetch import PodPlaces
+from holdfast_sidecar.restore.slot_reader import FillTarget, SlotReader
 
 NAMESPACE = "ns"
 JOB = JobIdentity(NAMESPACE, "job", JobUid("job"))

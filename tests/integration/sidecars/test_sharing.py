@@ -41,7 +41,7 @@ from holdfast_core.shards.pack import PackIndex
 from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.rules import StoredAs
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.save.other_tables import OtherTables
+from holdfast_sidecar.save.incoming import OtherTables
 
 pytestmark = pytest.mark.integration
 SIZE = 9 << 20

@@ -11,7 +11,7 @@ from tests.support.sidecar import until
 from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.ids import Level
-from holdfast_sidecar.process.deaths import DIED_STATUS
+from holdfast_sidecar.process.lifecycle import DIED_STATUS
 
 pytestmark = pytest.mark.integration
 

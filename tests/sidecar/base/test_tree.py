@@ -11,7 +11,7 @@ from tests.support.sidecar.rounds import round_message
 
 from holdfast_core.ids import MAX_WORKERS, Worker
 from holdfast_core.messages.schema import Round
-from holdfast_sidecar.base.tree import next_hop, relay_of
+from holdfast_sidecar.base.rounds import next_hop, relay_of
 
 SMALL = round_message(workers=1)
 

@@ -8,8 +8,8 @@ from tests.support.sidecar.ledgers import LAYOUT, commit, new_ledger, shard_info
 
 from holdfast_core.ids import Rank, Step
 from holdfast_core.messages.schema import RankSaves
-from holdfast_sidecar.coordinator.choice import Choice, choose
 from holdfast_sidecar.coordinator.ledger import Ledger
+from holdfast_sidecar.coordinator.plan import Choice, choose
 
 FAST, SLOW = 0, 1
 

@@ -18,7 +18,7 @@ from holdfast_core.messages.schema import Policy, RestorePoint
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.tasks import Pools
+from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.coordinator.uploads import COMPARE_SECONDS, Uploads
 
 NEWEST = CheckpointId(Step(20), RestartRound(0))

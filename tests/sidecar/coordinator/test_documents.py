@@ -17,8 +17,8 @@ from holdfast_core.messages.schema import (
     ManifestPut,
     ShardInfo,
 )
-from holdfast_sidecar.coordinator.documents import Built, build_manifest, check_put
 from holdfast_sidecar.coordinator.ledger import StepEntry
+from holdfast_sidecar.coordinator.plan import Built, build_manifest, check_put
 
 PARENT = Digest("b3:" + "e" * 64)
 

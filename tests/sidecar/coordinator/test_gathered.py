@@ -16,7 +16,7 @@ from holdfast_core.messages.schema import (
     RestoredFrom,
     WorkerReport,
 )
-from holdfast_sidecar.coordinator.reports.gathered import Gathered
+from holdfast_sidecar.coordinator.gathered import Gathered
 
 WORKERS = frozenset(map(Worker, range(3)))
 FULL = Failure(None, TierName.NODE, "NodeVolumeFull", "no room")

@@ -14,11 +14,10 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import Failure, Policy, RankSaves, RestorePoint, WorkerReport
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.coordinator.forgotten import MAX_FORGOTTEN, Forgotten
-from holdfast_sidecar.coordinator.ledger import Ledger
+from holdfast_sidecar.coordinator.gathered import Gathered
+from holdfast_sidecar.coordinator.ledger import MAX_FORGOTTEN, Forgotten, Ledger
 from holdfast_sidecar.coordinator.outbox import Outbox
-from holdfast_sidecar.coordinator.reports.gathered import Gathered
-from holdfast_sidecar.coordinator.retain import abandoned_steps, steps_to_prune
+from holdfast_sidecar.coordinator.plan import abandoned_steps, steps_to_prune
 from holdfast_sidecar.upkeep.prune import protected_steps
 
 

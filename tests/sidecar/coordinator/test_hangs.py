@@ -15,9 +15,8 @@ from holdfast_core.messages.schema import (
     RankStack,
     WorkerReport,
 )
-from holdfast_sidecar.coordinator.reports.gathered import Gathered
-from holdfast_sidecar.coordinator.reports.hangs import HangWatch
-from holdfast_sidecar.coordinator.reports.late import find_late
+from holdfast_sidecar.coordinator.gathered import Gathered
+from holdfast_sidecar.coordinator.slow_ranks import HangWatch, find_late
 
 ROUND = RestartRound(0)
 WORKERS = 3

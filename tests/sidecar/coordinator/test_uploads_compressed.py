@@ -16,7 +16,7 @@ from holdfast_core.ids import Step
 from holdfast_core.messages.schema import PersistRequest, Policy, RestorePoint
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.coordinator.uploads import Uploads
-from holdfast_sidecar.wire.versioned import Versioned
+from holdfast_sidecar.wire.server import Versioned
 
 
 def asked(compression: str, *, whole: bool = False, changed: str | None = None) -> PersistRequest:

@@ -17,9 +17,13 @@ from holdfast_core.messages.schema import (
     Timing,
     WorkerReport,
 )
-from holdfast_sidecar.coordinator.alarm import NO_COMMIT
-from holdfast_sidecar.coordinator.watchdog import CommitInterval, CommitWatch, interval_of
-from holdfast_sidecar.wire.versioned import BUNDLE_SECONDS
+from holdfast_sidecar.coordinator.watchdog import (
+    NO_COMMIT,
+    CommitInterval,
+    CommitWatch,
+    interval_of,
+)
+from holdfast_sidecar.wire.server import BUNDLE_SECONDS
 
 EVERY = CommitInterval(10)
 

@@ -18,7 +18,7 @@ from holdfast_core.messages.schema import (
     SaveFailed,
 )
 from holdfast_sidecar.base.pod import CurrentRound
-from holdfast_sidecar.gang.notices import RankNotices
+from holdfast_sidecar.gang.state import RankNotices
 from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
 
 ROUND, STEP = RestartRound(0), Step(10)

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast_core.peer.server import CONNECTION_THREAD
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.process.deaths import Deaths
+from holdfast_sidecar.process.lifecycle import Deaths
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,8 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.failures import PEER_FULL, Failures, reason_of
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.process.manifests import ManifestRequests
+from holdfast_sidecar.base.tiers import Pools, Tiers
+from holdfast_sidecar.process.control import ManifestRequests
 
 DOCUMENT = b"a layout" * 1000
 MESSAGE = KeepLayout(RestartRound(0), Worker(1), digest_of(DOCUMENT))

@@ -20,7 +20,7 @@ from holdfast_core.messages.schema import (
     RestorePoint,
 )
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_sidecar.base.tasks import Pools
+from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.process.inventory import listed_manifests
 
 SAVED = MANIFEST.checkpoint

@@ -22,10 +22,9 @@ from holdfast_core.save.staging import Room
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.gang.notices import RankNotices
-from holdfast_sidecar.process.manifests import ManifestRequests
+from holdfast_sidecar.base.tiers import Pools, Tiers
+from holdfast_sidecar.gang.state import RankNotices
+from holdfast_sidecar.process.control import ManifestRequests
 from holdfast_sidecar.process.pruning import Pruner
 from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.wire.intake import LocalConnections

@@ -24,7 +24,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     RestorePoint,
 )
-from holdfast_sidecar.base.tasks import Pools
+from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.restore.rehydrate import Restored
 
 

@@ -35,7 +35,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Digest, Rank, ShardRef
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.shards.file import ShardRecord
-from holdfast_sidecar.base.tasks import Pools
+from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.restore.rehydrate import Restored
 
 POINT = RestorePoint(MANIFEST.step, MANIFEST.restart_round, digest_of(DOCUMENT))

@@ -43,8 +43,7 @@ from holdfast_core.save.place import RankLayouts
 from holdfast_core.shards.file import build_manifest
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Restored
 

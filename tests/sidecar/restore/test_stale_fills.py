@@ -21,8 +21,7 @@ from holdfast_core.messages.schema import Fill, Filled, RestorePoint, SlotOffer
 from holdfast_core.save.place import RankLayouts
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotHeader, SlotState
 from holdfast_core.tiers.base import ShardReader
-from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Restored
 

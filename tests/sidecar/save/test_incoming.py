@@ -34,8 +34,7 @@ from holdfast_core.store.download.shard import Copied
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import Caller
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.save.incoming import IncomingCopies
 
 ROUND = RestartRound(5)

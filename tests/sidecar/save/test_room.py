@@ -28,7 +28,7 @@ from holdfast_core.save.staging import WriteOutcome
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import NODE_FULL, Failures
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Pools
+from holdfast_sidecar.base.tiers import Pools
 
 ROUND = RestartRound(0)
 PAYLOAD = bytes(range(256)) * 16

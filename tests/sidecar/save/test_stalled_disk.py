@@ -21,7 +21,7 @@ from holdfast_core.tasks import until_done
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Pools
+from holdfast_sidecar.base.tiers import Pools
 
 JOB = JobUid("5d4a")
 PAYLOAD = bytes(range(256)) * 16

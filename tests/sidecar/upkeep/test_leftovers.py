@@ -15,8 +15,8 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.upkeep.leftovers import Leftovers
+from holdfast_sidecar.base.tiers import Pools
+from holdfast_sidecar.upkeep.prune import Leftovers
 
 BUSY = CheckpointId(Step(5), RestartRound(3))
 

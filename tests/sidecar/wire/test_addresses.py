@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_core.errors import ConfigError
-from holdfast_sidecar.wire.addresses import Endpoint, parse_address
+from holdfast_sidecar.wire.client import Endpoint, parse_address
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.support.sidecar.waiting import until
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.ids import Worker
 from holdfast_core.messages.report import Answer, Letter
-from holdfast_sidecar.wire.mail import Mail
+from holdfast_sidecar.wire.client import Mail
 
 
 class Relay:

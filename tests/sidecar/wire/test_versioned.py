@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast_sidecar.wire.versioned import BUNDLE_SECONDS, Versioned
+from holdfast_sidecar.wire.server import BUNDLE_SECONDS, Versioned
 
 
 async def test_a_poll_returns_on_an_urgent_change() -> None:

@@ -18,8 +18,7 @@ from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.coordinator.commit import Coordinator
 
 

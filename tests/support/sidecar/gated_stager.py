@@ -27,7 +27,7 @@ from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Pools
+from holdfast_sidecar.base.tiers import Pools
 
 RANK, ROUND = Rank(0), RestartRound(0)
 _LAYOUT = rank_document(RANK, 1000)

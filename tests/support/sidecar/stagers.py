@@ -7,14 +7,13 @@ from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.save.place import RankLayouts
 from holdfast_core.save.staging import Stager
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.failures import Failures, Telemetry
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tasks import Pools
-from holdfast_sidecar.base.telemetry import Telemetry
-from holdfast_sidecar.save.node_place import NodeReports, node_place
+from holdfast_sidecar.base.tiers import Pools
+from holdfast_sidecar.save.components import NodeReports, node_place
 
 
 def stager_of(

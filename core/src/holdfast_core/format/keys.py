@@ -30,7 +30,7 @@ LAYOUTS = "layouts"
 MANIFESTS = "manifests"
 REFERENCES = "references"
 RUNS = "runs"
-"""Markers of the runs that upload to a store without an operator (store.runs)."""
+"""Markers of the runs that upload to a store without an operator (store.open)."""
 
 _FOLDER = r"s(\d{12})-r(\d{6})"
 _SHARD = re.compile(

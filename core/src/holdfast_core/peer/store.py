@@ -447,7 +447,7 @@ class LocalChunks(Closing):
                 self._readers[source] = self._open.enter_context(tier.open_shard(source))
 
     def runs(self, first_chunk: int) -> tuple[EqualRun, ...]:
-        """See store.download.copy.LocalSource."""
+        """See store.download.shard.LocalSource."""
         header = self._trailer.record.header
         if header.chunk_bytes > PIECE_BYTES:
             return ()
@@ -461,7 +461,7 @@ class LocalChunks(Closing):
         return tuple(run for run in found if run.chunks.start >= first_chunk)
 
     def take(self, run: EqualRun, writer: CopyWriter, may_go_on: Callable[[], None]) -> bool:
-        """See store.download.copy.LocalSource. A source that is damaged is quarantined."""
+        """See store.download.shard.LocalSource. A source that is damaged is quarantined."""
         header = self._trailer.record.header
         span = payload_span(header, run.chunks)
         step = PIECE_BYTES - PIECE_BYTES % header.chunk_bytes

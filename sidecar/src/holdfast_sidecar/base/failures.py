@@ -1,8 +1,12 @@
-"""Failures that persist: each is kept until it is healthy again, reported to the coordinator, logged once."""
+"""Failures that persist: each is kept until it is healthy again, reported to the coordinator, logged once.
+
+`Telemetry` is what a component reports of its work: these failures, and numbers for Prometheus.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from holdfast_core.errors import (
     AccessDeniedError,
@@ -15,6 +19,7 @@ from holdfast_core.errors import (
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure, Refusal
 from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.metrics import Metrics
 
 NODE_FULL = "NodeVolumeFull"
 PEER_FULL = "PeerFull"
@@ -108,3 +113,11 @@ class Failures:
     @property
     def current(self) -> tuple[Failure, ...]:
         return tuple(self._kept.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """The metrics and the current failures of one sidecar."""
+
+    metrics: Metrics
+    failures: Failures

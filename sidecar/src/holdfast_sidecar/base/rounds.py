@@ -6,6 +6,8 @@ for each cell. Every write request passes `refuse` or `fence` first (I5).
 A round has two states. It is *sealed* after its SEAL, or from the start if the pod was created in it:
 nothing is written, and only the operator may read. It is *held* after its ROUND was accepted; a ROUND of a
 higher version replaces the one before. The SEAL of a newer round seals the sidecar again.
+
+`relay_of` says which worker passes the messages between a worker and the coordinator on (ADR 0016).
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ from holdfast_core.messages.schema import (
     Suspect,
     WorkerReport,
 )
-from holdfast_sidecar.base.tree import relay_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,3 +520,22 @@ def _not_assigned(state: RoundState, caller: Caller, message: CopyRequest) -> Re
         Refusal.NOT_ASSIGNED,
         f"{caller.pod} may not request a copy of rank {message.shard.rank}, which it does not run",
     )
+
+
+def relay_of(message: Round, worker: Worker) -> Worker:
+    """Return the relay of a worker's group. The coordinator is the relay of its own group."""
+    group = worker // message.fan_in
+    if message.coordinator // message.fan_in == group:
+        return message.coordinator
+    return Worker(group * message.fan_in)
+
+
+def next_hop(message: Round, sender: Worker, receiver: Worker) -> Worker:
+    """Return the worker to which `sender` sends a message for `receiver`, which may be `receiver` itself."""
+    if receiver == message.coordinator:
+        relay = relay_of(message, sender)
+    elif sender == message.coordinator:
+        relay = relay_of(message, receiver)
+    else:
+        return receiver
+    return receiver if relay == sender else relay

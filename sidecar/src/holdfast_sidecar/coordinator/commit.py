@@ -58,22 +58,25 @@ from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.coordinator.alarm import CommitAlarm
-from holdfast_sidecar.coordinator.choice import Choice, choose
-from holdfast_sidecar.coordinator.documents import build_manifest, shard_infos
+from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger, StepEntry
 from holdfast_sidecar.coordinator.outbox import Outbox
+from holdfast_sidecar.coordinator.plan import (
+    Choice,
+    abandoned_steps,
+    build_manifest,
+    choose,
+    shard_infos,
+    steps_to_prune,
+)
 from holdfast_sidecar.coordinator.rebuild import RebuildTarget, rebuild_from
-from holdfast_sidecar.coordinator.reports.gathered import Gathered
-from holdfast_sidecar.coordinator.reports.hangs import HangWatch
-from holdfast_sidecar.coordinator.reports.stragglers import StragglerWatch
-from holdfast_sidecar.coordinator.retain import abandoned_steps, steps_to_prune
+from holdfast_sidecar.coordinator.slow_ranks import HangWatch, StragglerWatch
 from holdfast_sidecar.coordinator.uploads import Uploads
-from holdfast_sidecar.upkeep.leftovers import Leftovers
-from holdfast_sidecar.upkeep.prune import protected_steps, quarantined
+from holdfast_sidecar.coordinator.watchdog import CommitAlarm
+from holdfast_sidecar.upkeep.prune import Leftovers, protected_steps, quarantined
 from holdfast_sidecar.wire.client import Peers
+from holdfast_sidecar.wire.server import Versioned
 from holdfast_sidecar.wire.verbs import END, STOP
-from holdfast_sidecar.wire.versioned import Versioned
 
 _SHOWN_STEPS = 16
 _PRESSED_EVERY_SECONDS = 1.0

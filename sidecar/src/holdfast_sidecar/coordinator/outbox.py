@@ -27,9 +27,9 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.backoff import Backoff
+from holdfast_sidecar.base.pod import Backoff
+from holdfast_sidecar.base.rounds import relay_of
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.tree import relay_of
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 from holdfast_sidecar.coordinator.plan import missing, plan
 from holdfast_sidecar.wire.client import Peers

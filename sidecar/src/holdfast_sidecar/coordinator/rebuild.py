@@ -16,7 +16,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import ManifestDocument, ManifestList
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.backoff import Backoff
+from holdfast_sidecar.base.pod import Backoff
 from holdfast_sidecar.wire.client import Peers
 
 

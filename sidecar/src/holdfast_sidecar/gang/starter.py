@@ -24,7 +24,7 @@ from holdfast_core.messages.schema import (
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.tree import relay_of
+from holdfast_sidecar.base.rounds import relay_of
 from holdfast_sidecar.gang.barrier import Facts, open_barrier
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.wire.client import Peers

@@ -20,35 +20,27 @@ from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.shm.shared_files import opened_directory, replace_file
 from holdfast_core.tasks import Signal
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.failures import Failures, Telemetry
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.settings import PORTS_FILE, Settings
-from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.coordinator.role import CoordinatorRole
-from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.gang.report import Reporter, Sources
 from holdfast_sidecar.gang.starter import Starter
-from holdfast_sidecar.gang.state import LocalGang
-from holdfast_sidecar.process.components import Components
-from holdfast_sidecar.process.control import Control, Receivers
-from holdfast_sidecar.process.deaths import DIED_STATUS, Deaths, end_for_sure
+from holdfast_sidecar.gang.state import LocalGang, RankNotices
+from holdfast_sidecar.process.components import Components, Resources, open_resources
+from holdfast_sidecar.process.control import Control, ManifestRequests, MetricsPage, Receivers
 from holdfast_sidecar.process.hook_server import HookServer
-from holdfast_sidecar.process.lifecycle import Lifecycle
+from holdfast_sidecar.process.lifecycle import DIED_STATUS, Deaths, Lifecycle, end_for_sure
 from holdfast_sidecar.process.local import Local
-from holdfast_sidecar.process.manifests import ManifestRequests
-from holdfast_sidecar.process.metrics_page import MetricsPage
 from holdfast_sidecar.process.pruning import Pruner
-from holdfast_sidecar.process.resources import Resources, open_resources
 from holdfast_sidecar.restore.components import RestoreComponents
 from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.upkeep.replace import Replacer
-from holdfast_sidecar.upkeep.scrub import Scrubber
-from holdfast_sidecar.upkeep.verify import Verifier
-from holdfast_sidecar.wire.bulk import BulkPeers, BulkServing
+from holdfast_sidecar.upkeep.scrub import Scrubber, Verifier
+from holdfast_sidecar.wire.bulk import BulkPeers, BulkServing, Members
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.intake import Intake, LocalConnections
-from holdfast_sidecar.wire.members import Members
 from holdfast_sidecar.wire.relaying import Relaying
 from holdfast_sidecar.wire.server import ControlServer, PlainServer
 

@@ -1,11 +1,35 @@
-"""The components of one sidecar, which are created once."""
+"""The components of one sidecar, which are created once, and what they work with.
+
+That is the node volume, the object store, keys and threads.
+"""
 
 from __future__ import annotations
 
+import functools
+import ssl
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
+from holdfast_core.clock import Clock
+from holdfast_core.contract import SidecarContract, StoreConfig
+from holdfast_core.ids import RestartRound, TierName
+from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.pacing import BackgroundLimit
+from holdfast_core.store.directory import DirectoryObjectStore, directory_of
+from holdfast_core.store.s3.client import S3Client
+from holdfast_core.store.s3.credentials import FileCredentials
+from holdfast_core.store.s3.store import S3ObjectStore
+from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Signal
-from holdfast_sidecar.base.pod import CurrentRound
+from holdfast_core.tiers.objects import ObjectStore
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import CurrentRound, Pod
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.coordinator.role import CoordinatorRole
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang
@@ -59,3 +83,105 @@ class Components:
     @property
     def _only_here(self) -> bool:
         return self.saves.only_here(self.gang.waits_for_store)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What is open before any component exists."""
+
+    pod: Pod
+    disk: DiskNodeTier
+    """The node tier of `tiers`, with the record of the round, which only a disk has."""
+    tiers: Tiers
+    server_tls: ssl.SSLContext
+    client_tls: ssl.SSLContext
+    background: BackgroundLimit
+    metrics: Metrics
+
+
+async def open_resources(
+    settings: Settings, clock: Clock, metrics: Metrics, stack: AsyncExitStack
+) -> Resources:
+    """Open everything, in this order: threads, node tier, record of the round, object store, certificates.
+
+    Args:
+        settings: The pod's contract, and the bounds of its waits.
+        clock: Measures all waits.
+        metrics: Count what the tiers send.
+        stack: Closes what was opened, in reverse order.
+
+    Raises:
+        ConfigError, TierError: The pod does not match its contract.
+    """
+    contract = settings.contract
+    pools = Pools(
+        disk=settings.disk_threads,
+        fetch=settings.fetch_threads,
+        store=settings.store_threads,
+    )
+    stack.callback(pools.close)
+    disk = DiskNodeTier(settings.node_dir, capacity_bytes=contract.node_capacity_bytes)
+    opened = await pools.meta.run(disk.open)
+    logs.info("node tier is open", shards=opened.shards, quarantined=list(opened.quarantined))
+    state = await pools.meta.run(_first_state, settings, disk)
+    background = BackgroundLimit(
+        settings.slots_dir, clock.monotonic, waited_for_copies=metrics.waited_for_copies
+    )
+    store = _open_store(settings, metrics, background, stack)
+    files = TlsFiles.in_directory(Path(contract.certs_dir))
+    server_tls = await pools.meta.run(server_context, files)
+    client_tls = await pools.meta.run(client_context, files)
+    pod = Pod(settings, clock, CurrentRound(state))
+    tiers = Tiers(disk, store, pools)
+    return Resources(pod, disk, tiers, server_tls, client_tls, background, metrics)
+
+
+def _first_state(settings: Settings, disk: DiskNodeTier) -> RoundState:
+    """Return the state of a process that has just started.
+
+    It is sealed for the pod's birth round, or for the recorded round if that is newer.
+    """
+    contract = settings.contract
+    found, promoted = disk.records.read_round(), disk.records.read_worker()
+    recorded, version = (RestartRound(-1), 0) if found is None else found
+    round_ = max(contract.birth_round, recorded)
+    return RoundState(
+        contract.worker if promoted is None else promoted,
+        contract.procs_per_worker,
+        round_,
+        contract.pod_name,
+        version_floor=version if recorded == round_ else 0,
+    )
+
+
+def _open_store(
+    settings: Settings, metrics: Metrics, background: BackgroundLimit, stack: AsyncExitStack
+) -> ObjectTier | None:
+    config = settings.contract.store_config()
+    if config is None:
+        return None
+    tier = ObjectTier(
+        _open_objects(settings.contract, config, metrics, background),
+        config.prefix,
+        readers=config.max_concurrency,
+        compressed=functools.partial(metrics.compressed, TierName.OBJECT),
+    )
+    stack.callback(tier.close)
+    return tier
+
+
+def _open_objects(
+    contract: SidecarContract, config: StoreConfig, metrics: Metrics, background: BackgroundLimit
+) -> ObjectStore:
+    """Open the store that the endpoint names. A new kind of store is added here."""
+    directory = directory_of(config.endpoint)
+    if directory is not None:
+        return DirectoryObjectStore(directory)
+    credentials = FileCredentials(contract.store_dir)
+    client = S3Client(
+        config,
+        credentials,
+        ca_file=credentials.ca_file,
+        sent=functools.partial(metrics.sent, TierName.OBJECT),
+    )
+    return S3ObjectStore(client, throttle=background.take)

@@ -29,7 +29,7 @@ from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState, fence
-from holdfast_sidecar.gang.notices import RankNotices
+from holdfast_sidecar.gang.state import RankNotices
 from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections

@@ -11,7 +11,7 @@ from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.gang.notices import RankNotices
+from holdfast_sidecar.gang.state import RankNotices
 from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.upkeep.prune import (

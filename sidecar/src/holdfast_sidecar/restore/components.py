@@ -8,13 +8,12 @@ from holdfast_core.tasks import Signal
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.restore.fetch import Fetcher
+from holdfast_sidecar.restore.fetch import Fetcher, PodPlaces
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.restore.slot_reader import SlotReader
-from holdfast_sidecar.restore.sources import PodPlaces
 from holdfast_sidecar.save.components import SaveComponents
-from holdfast_sidecar.wire.members import Members
+from holdfast_sidecar.wire.bulk import Members
 
 
 class RestoreComponents:

@@ -54,10 +54,9 @@ from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState, fence
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.restore.fill_target import FillTarget
+from holdfast_sidecar.restore.fetch import PodPlaces
 from holdfast_sidecar.restore.rehydrate import Rehydrator, Restored
-from holdfast_sidecar.restore.slot_reader import SlotReader
-from holdfast_sidecar.restore.sources import PodPlaces
+from holdfast_sidecar.restore.slot_reader import FillTarget, SlotReader
 from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.wire.intake import Attached
 

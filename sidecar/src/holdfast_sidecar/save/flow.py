@@ -37,11 +37,10 @@ from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.rules import StoredAs
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.backoff import Backoff
-from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.failures import Telemetry
+from holdfast_sidecar.base.pod import Backoff, Pod
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.save.other_tables import OtherTables
+from holdfast_sidecar.save.incoming import OtherTables
 from holdfast_sidecar.save.plan import (
     Action,
     OwnShard,
@@ -53,7 +52,7 @@ from holdfast_sidecar.save.plan import (
     startable,
     table,
 )
-from holdfast_sidecar.wire.members import Members
+from holdfast_sidecar.wire.bulk import Members
 
 _KEEP_LAYOUT_SECONDS = 900.0
 """Less than the time after which a node tier deletes a layout that nothing names."""

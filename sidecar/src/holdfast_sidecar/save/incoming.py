@@ -1,24 +1,70 @@
-"""Copies of other members' shards that this worker makes at their request (CopyRequest)."""
+"""What this worker takes from other members: copies of their shards (CopyRequest), and their chunk tables."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from holdfast_core.clock import Clock
 from holdfast_core.errors import (
     CapacityError,
+    HoldfastError,
     NotFoundError,
     RefusedError,
     TierError,
     UnavailableError,
 )
-from holdfast_core.ids import ShardRef, Step
+from holdfast_core.ids import ShardRef, Step, Worker, worker_of
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Refusal
+from holdfast_core.shards.file import Trailer
+from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.rounds import Caller, fence
+from holdfast_sidecar.base.rounds import Caller, RoundState, fence
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.wire.bulk import BulkPeers
 from holdfast_sidecar.wire.client import raise_refused
+
+_TABLES_SECONDS = 60.0
+"""Time-out for fetching the chunk tables of all other ranks together, checked before each fetch. After
+it the upload begins with the tables that have arrived."""
+
+
+class OtherTables:
+    """Source of chunk tables for `ShardUploader`."""
+
+    def __init__(
+        self,
+        current: Callable[[], RoundState],
+        bulk: BulkPeers,
+        clock: Clock,
+        *,
+        procs_per_worker: int,
+    ) -> None:
+        self._current = current
+        self._bulk = bulk
+        self._clock = clock
+        self._procs_per_worker = procs_per_worker
+
+    def fetch(self, refs: Sequence[ShardRef]) -> Iterator[Trailer]:
+        """Yield the tables of these shards, each from the worker that saved the shard.
+
+        A worker whose fetch fails is not asked again.
+        """
+        silent: set[Worker] = set()
+        deadline = self._clock.monotonic() + _TABLES_SECONDS
+        for ref in refs:
+            worker = worker_of(ref.rank, self._procs_per_worker)
+            member = self._current().member(worker)
+            if member is None or worker in silent or self._clock.monotonic() > deadline:
+                continue
+            try:
+                yield self._bulk.fetch_table(member, ref)
+            except (HoldfastError, OSError) as error:
+                silent.add(worker)
+                logs.warning(
+                    "reading a chunk table failed", rank=ref.rank, worker=worker, error=str(error)
+                )
 
 
 class IncomingCopies:

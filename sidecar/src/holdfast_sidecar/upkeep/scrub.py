@@ -2,8 +2,9 @@
 
 Each shard, manifest and layout is verified within two passes, both of own ranks and of copies for peers.
 Reads are slow. They pause while a save or a restore moves bytes, unless the pass would not end in time.
-Damaged data is quarantined and fetched again from a peer or the object store. After a restart of the
-process a new pass begins, in another random order.
+Damaged data is quarantined and fetched again from a peer or the object store. After a restart of the process
+a new pass begins, in another random order. `Verifier` verifies one shard, of which another member received
+corrupt bytes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,49 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName
+from holdfast_core.messages.schema import Suspect
 from holdfast_core.tasks import Tasks
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.failures import Telemetry
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.upkeep.replace import Replacer
+
+
+class Verifier:
+    """Handler of SUSPECT. The sender is not trusted: only a read here decides that a copy is bad."""
+
+    def __init__(self, tiers: Tiers, telemetry: Telemetry) -> None:
+        self._tiers = tiers
+        self._telemetry = telemetry
+        self._tasks = Tasks()
+
+    def suspect(self, message: Suspect) -> None:
+        """Begin to verify the shard. A bad copy is quarantined."""
+        ref = ShardRef(
+            message.job_uid, message.step, message.step_round, message.rank, message.blake3
+        )
+        self._tasks.spawn(self._verify(ref), "verify")
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    async def _verify(self, ref: ShardRef) -> None:
+        failures = self._telemetry.failures
+        try:
+            damage = await self._tiers.quarantine_if_damaged(
+                ref, self._tiers.pools.fill, self._telemetry.metrics
+            )
+        except NotFoundError:
+            return
+        except (HoldfastError, OSError) as error:
+            failures.note("verification", TierName.NODE, error)
+            return
+        if damage is not None:
+            logs.warning("quarantined a bad copy", rank=ref.rank, step=ref.step, error=str(damage))
+        failures.healthy("verification")
+
 
 _SUBJECT = "scrub"
 _LEAST_BYTES_PER_SECOND = 4 << 20

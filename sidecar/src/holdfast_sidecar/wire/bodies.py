@@ -1,12 +1,13 @@
 """Bodies of HTTP requests and replies: bounded reading within one budget of memory, and sending in pieces.
 
-The control server reads a body only after it has admitted the caller.
+The control server reads a body only after it has admitted the caller. `ClosedConnections` counts and logs the
+connections that a server closes before their end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -15,6 +16,7 @@ from aiohttp import web
 
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES
+from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import Caller
 
 
@@ -148,3 +150,17 @@ def _announced(request: web.Request, limit_bytes: int) -> int:
     if length > limit_bytes:
         raise FormatError(f"{request.path}: {length} bytes, at most {limit_bytes} are accepted")
     return length
+
+
+class ClosedConnections:
+    """Record of one port. Strangers can cause many such connections, so few of them are logged."""
+
+    def __init__(self, port: str, counted: Callable[[str, str], None]) -> None:
+        """Create the record. `counted` is called with the port and the reason of each connection."""
+        self._port = port
+        self._counted = counted
+        self._log = logs.RateLimited()
+
+    def __call__(self, reason: str, message: str) -> None:
+        self._counted(self._port, reason)
+        self._log.warning(reason, message, port=self._port)

@@ -1,14 +1,15 @@
 """Bulk connections between sidecars: the rules of this sidecar's server, and calls to other servers.
 
 The server's threads only read the fencing state, which is replaced as a whole and never changed in place.
-The calls of `BulkPeers` block: run them in a pool.
+The calls of `BulkPeers` block: run them in a pool. `Members`
+has the clients of all other sidecars of the gang.
 """
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import RefusedError
@@ -21,8 +22,8 @@ from holdfast_core.shards.file import Trailer
 from holdfast_core.store.download.shard import Copied
 from holdfast_core.tiers.base import NodeTier, ShardSource
 from holdfast_sidecar.base.rounds import RoundState, refuse_reader
+from holdfast_sidecar.wire.bodies import ClosedConnections
 from holdfast_sidecar.wire.client import Peers, raise_refused
-from holdfast_sidecar.wire.closed import ClosedConnections
 from holdfast_sidecar.wire.server import caller_of
 
 _OPTIONS = BulkOptions(attempts=2)
@@ -169,3 +170,11 @@ class BulkPeers:
 def plain_copies(state: RoundState) -> bool:
     """Return whether payloads may travel outside TLS: there is a current ROUND, and its policy allows it."""
     return state.accepted is not None and state.accepted.policy.plain_copies
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The two ways to reach a member: messages to its control port, and bytes to its bulk port."""
+
+    control: Peers
+    bulk: BulkPeers

@@ -4,14 +4,23 @@ The server's certificate must name the pod that ROUND lists (`<pod>.<job-uid>.ho
 fails if the address belongs to another pod by now. A message to the own worker is dispatched without a
 connection, but goes through the same refusals. In a large gang, messages between the coordinator and other
 groups of workers go through a relay (ADR 0016).
+They are letters (`Mail`) that wait for the next request to the same worker.
+
+`Member.address` is a pod IP, and the ports are those of the contract. The form `ip:control_port:bulk_port`
+also names the ports, so that several sidecars on one machine (tests, the local demo) can be members of one
+job.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -19,8 +28,10 @@ import aiohttp
 
 from holdfast_core.contract import SidecarContract, peer_dns_name
 from holdfast_core.errors import (
+    ConfigError,
     CorruptionError,
     FormatError,
+    HoldfastError,
     NotFoundError,
     RefusedError,
     StaleRoundError,
@@ -45,12 +56,145 @@ from holdfast_core.messages.schema import (
     Refusal,
     Refused,
 )
-from holdfast_sidecar.base.rounds import Caller, RoundState, is_of_coordinator
-from holdfast_sidecar.base.tree import next_hop
-from holdfast_sidecar.wire.addresses import Endpoint, parse_address
+from holdfast_core.tasks import Tasks
+from holdfast_sidecar.base.rounds import Caller, RoundState, is_of_coordinator, next_hop
 from holdfast_sidecar.wire.bodies import in_pieces
-from holdfast_sidecar.wire.mail import Mail
 from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Host and ports of one sidecar."""
+
+    host: str
+    control_port: int
+    bulk_port: int
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"https://{host}:{self.control_port}"
+
+
+def parse_address(address: str, *, control_port: int, bulk_port: int) -> Endpoint | None:
+    """Parse `Member.address`.
+
+    Args:
+        control_port: The port if the address does not name one.
+        bulk_port: The port if the address does not name one.
+
+    Returns:
+        The endpoint, or None if the address is unknown ("").
+
+    Raises:
+        ConfigError: The text is not an address.
+    """
+    if not address:
+        return None
+    if _is_ip(address):
+        return Endpoint(address, control_port, bulk_port)
+    host, _, ports = address.partition(":")
+    if address.startswith("["):
+        host, _, ports = address[1:].partition("]:")
+    control, _, bulk = ports.partition(":")
+    if not _is_ip(host) or not (control.isdecimal() and bulk.isdecimal()):
+        raise ConfigError(
+            f"member address {address!r}: expected a pod IP, or ip:control_port:bulk_port"
+        )
+    return Endpoint(host, int(control), int(bulk))
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+_MAX_LETTERS = 256
+_MAX_BYTES = 16 << 20
+"""Bytes of a request from which on it takes no further letter."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    path: str
+    worker: Worker
+    body: bytes
+    answer: asyncio.Future[Answer]
+
+
+class Mail:
+    """Sender of letters to one worker. Those that come during a request go together into the next one."""
+
+    def __init__(self, send: Callable[[tuple[Letter, ...]], Awaitable[Sequence[Answer]]]) -> None:
+        """Create the sender. `send` makes one request and returns an answer for each worker in order."""
+        self._send = send
+        self._waiting: deque[_Waiting] = deque()
+        self._tasks = Tasks()
+        self._sending = False
+
+    async def deliver(self, path: str, worker: Worker, body: bytes) -> Answer:
+        """Send a letter and return its answer. Raises what `send` raises."""
+        waiting = _Waiting(path, worker, body, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if not self._sending:
+            self._sending = True
+            self._tasks.spawn(self._run(), "mail")
+        return await waiting.answer
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        for waiting in self._waiting:
+            waiting.answer.cancel()
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                await self._send_some()
+        finally:
+            self._sending = False
+
+    async def _send_some(self) -> None:
+        letters, sent = self._next_letters()
+        if not sent:
+            return
+        try:
+            answers = await self._send(letters)
+            if len(answers) != len(sent):
+                raise FormatError(f"{len(answers)} answers to letters for {len(sent)} workers")
+        except HoldfastError as error:
+            for waiting in chain(*sent):
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(error)
+        except asyncio.CancelledError:
+            for waiting in chain(*sent):
+                waiting.answer.cancel()
+            raise
+        else:
+            for same, answer in zip(sent, answers, strict=True):
+                for waiting in same:
+                    if not waiting.answer.done():
+                        waiting.answer.set_result(answer)
+
+    def _next_letters(self) -> tuple[tuple[Letter, ...], list[list[_Waiting]]]:
+        """Return the letters of the next request, and who waits for each of its answers.
+
+        Several wait for one answer if a sender has repeated its message before the first was sent.
+        """
+        groups: dict[tuple[str, bytes], dict[Worker, list[_Waiting]]] = {}
+        size_bytes = 0
+        while self._waiting and len(groups) < _MAX_LETTERS and size_bytes < _MAX_BYTES:
+            waiting = self._waiting.popleft()
+            if waiting.answer.done():
+                continue  # Its sender has given up.
+            group = groups.setdefault((waiting.path, waiting.body), {})
+            size_bytes += 0 if group else len(waiting.body)
+            group.setdefault(waiting.worker, []).append(waiting)
+        letters = tuple(Letter(path, tuple(group), body) for (path, body), group in groups.items())
+        return letters, [same for group in groups.values() for same in group.values()]
+
 
 T = TypeVar("T")
 

@@ -38,8 +38,7 @@ from holdfast_core.shm.shared_files import listen_unix
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.wire.bodies import ByteBudget
-from holdfast_sidecar.wire.closed import ClosedConnections
+from holdfast_sidecar.wire.bodies import ByteBudget, ClosedConnections
 
 _MAX_BUFFERED_BYTES = 256 << 10
 _READ_BYTES = 16 << 10

@@ -132,7 +132,7 @@ class ShardFetcher:
 
 @dataclass(frozen=True, slots=True)
 class FolderPlaces:
-    """The folder and then its store, as `reading.reader.CheckpointPlaces`."""
+    """The folder and then its store, as `reading.CheckpointPlaces`."""
 
     fetcher: ShardFetcher
     manifest: Manifest

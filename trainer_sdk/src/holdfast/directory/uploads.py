@@ -2,7 +2,7 @@
 
 Rank 0's persister leads. One checkpoint is uploaded at a time:
 
-1. The leader takes the store for this run (store.runs), and writes which checkpoint is uploaded next.
+1. The leader takes the store for this run (store.open), and writes which checkpoint is uploaded next.
 2. Each persister uploads the shards of its ranks, and records in the folder how the store holds them.
 3. When all shards are recorded, the leader checks that no other run has taken the store since, and puts the
    manifest. The checkpoint is then persisted. It writes that down, and every persister tells its rank.

@@ -62,7 +62,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The only place of the shards, as `reading.reader.CheckpointPlaces`."""
+    """The only place of the shards, as `reading.CheckpointPlaces`."""
 
     reader: BoxReader
     tensor: str = ""

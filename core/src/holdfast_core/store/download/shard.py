@@ -346,7 +346,7 @@ class StoredShardReader(Closing):
         return self._read(wanted, bad_chunks)
 
     def pieces(self, wanted: Iterable[range]) -> Generator[memoryview]:
-        """See store.download.copy.PieceSource.
+        """See store.download.shard.PieceSource.
 
         A chunk that `find_bad_piece` finds is read again.
         """

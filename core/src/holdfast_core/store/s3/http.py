@@ -44,7 +44,7 @@ class Timeouts:
     idle_seconds: float = 60.0
     """Longest time without progress of a transfer. It does not limit the whole transfer."""
     grace_seconds: float = 300.0
-    """Limit of a whole reply, plus one second for every 64 KiB received (pacing.minimum_rate). A request
+    """Limit of a whole reply, plus one second for every 64 KiB received (pacing). A request
     body needs no such limit: a socket is writable again only after a third of its buffer was sent."""
 
 

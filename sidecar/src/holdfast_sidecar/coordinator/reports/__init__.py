@@ -1,1 +1,0 @@
-"""What members report of their ranks: combined, and searched for hangs and stragglers."""
