@@ -21,11 +21,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from holdfast.state.copying import PayloadTarget
 from holdfast.state.loading.destinations import Destinations
 from holdfast.state.loading.load import load_state
 from holdfast.state.loading.restore_target import RestoreTarget
-from holdfast.state.snapshot import Snapshots, paused_collector, plan_save, read_payload
+from holdfast.state.snapshot import (
+    PayloadTarget,
+    Snapshots,
+    paused_collector,
+    plan_save,
+    read_payload,
+)
 from holdfast_core.format.payload import parse_payload
 from holdfast_core.ids import Rank
 

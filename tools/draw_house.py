@@ -75,20 +75,21 @@ def read(package: str, folder: str) -> House:
     name = base.name
     paths = sorted(base.rglob("*.py"))
     modules = {_module(path, base): path for path in paths}
+    places = _places(modules, base)
     files: Counter[str] = Counter()
     arrows: dict[str, set[str]] = {}
     says: dict[str, str] = {}
     for module, path in modules.items():
         tree = ast.parse(path.read_text())
-        place = _place(path, base)
+        place = places[module]
         arrows.setdefault(place, set())
         is_init = path.name == "__init__.py"
-        if is_init:
+        if is_init or place.endswith(".py"):
             says[place] = _first_sentence(ast.get_docstring(tree) or "")
         if not is_init or len(tree.body) > 1:
             files[place] += 1
         for target in _imports(tree, modules):
-            other = _place(modules[target], base)
+            other = places[target]
             if other != place and target != name:
                 arrows[place].add(other)
         if module.endswith("__main__"):
@@ -106,8 +107,19 @@ def _module(path: Path, base: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _place(path: Path, base: Path) -> str:
-    return path.parent.relative_to(base).as_posix()
+def _places(modules: dict[str, Path], base: Path) -> dict[str, str]:
+    """Return the place of each module: its folder.
+
+    Where the folders stand on the files at the top, a file at the top that imports folders stands above them
+    and is a place of its own.
+    """
+    places = {m: path.parent.relative_to(base).as_posix() for m, path in modules.items()}
+    imports = {m: _imports(ast.parse(path.read_text()), modules) for m, path in modules.items()}
+    tops = {m for m, path in modules.items() if places[m] == TOP and path.name != "__init__.py"}
+    if any(imports[m] & tops for m in modules if places[m] != TOP):
+        above = {m for m in tops if any(places[other] != TOP for other in imports[m])}
+        places |= {m: modules[m].name for m in above}
+    return places
 
 
 def _imports(tree: ast.AST, modules: dict[str, Path]) -> set[str]:
@@ -120,6 +132,10 @@ def _imports(tree: ast.AST, modules: dict[str, Path]) -> set[str]:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner in modules else node.module)
     return found & set(modules)
+
+
+def _shown(place: str) -> str:
+    return place if place.endswith(".py") else f"{place}/"
 
 
 def _first_sentence(text: str) -> str:
@@ -186,7 +202,7 @@ def svg(house: House) -> str:
         )
     for folder, (x, y) in at.items():
         files = house.files[folder]
-        title = house.package if folder == TOP else folder + "/"
+        title = house.package if folder == TOP else _shown(folder)
         lines += [
             f'<rect x="{x:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="6" '
             'fill="#eef3f8" stroke="#33506e"/>',
@@ -209,7 +225,7 @@ def table(house: House) -> str:
         "|---|---|---|---|",
     ]
     for folder in sorted(house.files, key=lambda f: (-floors[f], f)):
-        shown = "(top)" if folder == TOP else f"`{folder}/`"
+        shown = "(top)" if folder == TOP else f"`{_shown(folder)}`"
         imports = ", ".join("(top)" if o == TOP else o for o in sorted(house.arrows[folder]))
         cells = (shown, str(house.files[folder]), house.says.get(folder, ""), imports)
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")

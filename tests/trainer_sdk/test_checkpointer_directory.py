@@ -29,7 +29,7 @@ from tests.support.trainer.launched import (
 )
 
 import holdfast
-from holdfast.places import folder, persister_process, waiting
+from holdfast.places import folder, persister_process, place
 from holdfast_core.errors import (
     CapacityError,
     ConfigError,
@@ -329,7 +329,7 @@ def test_a_persister_that_cannot_be_run_is_an_error(
 def test_a_slow_persister_is_waited_for_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "_LOG_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(place, "_LOG_AFTER_SECONDS", 0.3)
     slow = tmp_path / "slow-python"
     slow.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)

@@ -225,7 +225,7 @@ def test_nothing_to_restore_needs_no_sidecar(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("holdfast.places.pod._FIRST_CONNECT_SECONDS", 0.01)
-    monkeypatch.setattr("holdfast.checkpoint.saves._BUSY_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("holdfast.checkpoint.saving._BUSY_WAIT_SECONDS", 0.01)
     with holdfast.Checkpointer() as ckpt:
         assert list(ckpt.steps(7, {"t": torch.zeros(1)})) == list(range(7))
         assert ckpt.saves_failed == 2

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
-from holdfast.state.copying import PayloadTarget
-from holdfast.state.snapshot import plan_save
+from holdfast.state.snapshot import PayloadTarget, plan_save
 from holdfast_core.contract import PodContract, StoreConfig
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout

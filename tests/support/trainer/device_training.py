@@ -13,9 +13,8 @@ from tests.support.trainer.launched import until
 from tests.support.trainer.slot_files import SlotCopy, slot_of, slots_below
 
 import holdfast
-from holdfast.slots.device_copies import DeviceCopies
-from holdfast.state.copying import DeviceCopy, run_device_copies
-from holdfast.state.snapshot import read_payload
+from holdfast.slots.device import DeviceCopies
+from holdfast.state.snapshot import DeviceCopy, read_payload, run_device_copies
 from holdfast.state.tensors import is_tensor
 from holdfast.testing import FakeSidecar
 from holdfast_core.errors import DeviceError

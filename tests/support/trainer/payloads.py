@@ -8,8 +8,7 @@ import numpy as np
 from tests.support.trainer.snapshots import take_snapshot
 
 from holdfast.slots.staging import Copier
-from holdfast.state.copying import PayloadTarget
-from holdfast.state.snapshot import plan_save
+from holdfast.state.snapshot import PayloadTarget, plan_save
 from holdfast_core.ids import Rank
 
 RANK = Rank(0)

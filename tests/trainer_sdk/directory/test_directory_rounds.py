@@ -16,8 +16,7 @@ from tests.support.trainer.launched import until
 
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.commit import Committer
-from holdfast.directory.open_folder import ServiceOptions
-from holdfast.directory.rounds import claim_round, keep_round
+from holdfast.directory.open_folder import ServiceOptions, claim_round, keep_round
 from holdfast.directory.service import DirectoryService
 from holdfast_core.errors import FormatError
 from holdfast_core.format.digest import digest_of

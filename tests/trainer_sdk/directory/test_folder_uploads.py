@@ -20,7 +20,7 @@ import holdfast
 from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import OpenFolder, ServiceOptions
-from holdfast.directory.state import UploadFiles
+from holdfast.directory.share import UploadFiles
 from holdfast.directory.uploads import Uploads
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.format.canonical import sealed, unsealed

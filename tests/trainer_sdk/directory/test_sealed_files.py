@@ -15,7 +15,7 @@ from holdfast.base.kept_run import kept_run_id
 from holdfast.directory.choice import load_choice
 from holdfast.directory.commit import Committer
 from holdfast.directory.folder_store import FolderStore
-from holdfast.directory.state import Share, UploadFiles, UploadState
+from holdfast.directory.share import Share, UploadFiles, UploadState
 from holdfast_core.errors import UnreadableError
 from holdfast_core.format.canonical import sealed
 from holdfast_core.format.digest import digest_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.slots.node_room import node_room_warning
+from holdfast.slots.capacity import node_room_warning
 from holdfast_core.errors import CapacityError
 from holdfast_core.messages.schema import Policy
 

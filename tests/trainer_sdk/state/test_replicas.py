@@ -10,8 +10,7 @@ from tests.support.trainer.snapshots import take_snapshot
 
 import holdfast
 from holdfast.slots.staging import Copier
-from holdfast.state.copying import PayloadTarget
-from holdfast.state.snapshot import SavePlan, plan_save
+from holdfast.state.snapshot import PayloadTarget, SavePlan, plan_save
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank
 from holdfast_core.shards.pack import replica_group

@@ -12,8 +12,13 @@ from tests.support.trainer.payloads import RANK, stored
 from tests.support.trainer.snapshots import take_snapshot
 
 from holdfast.slots.staging import Copier
-from holdfast.state.copying import PayloadTarget, run_device_copies
-from holdfast.state.snapshot import SavePlan, plan_save, read_payload
+from holdfast.state.snapshot import (
+    PayloadTarget,
+    SavePlan,
+    plan_save,
+    read_payload,
+    run_device_copies,
+)
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank

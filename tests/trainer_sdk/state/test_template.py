@@ -18,8 +18,7 @@ from tests.support.trainer.snapshots import take_snapshot
 
 import holdfast
 from holdfast.slots.staging import Copier
-from holdfast.state.copying import PayloadTarget
-from holdfast.state.snapshot import Snapshot, Snapshots, plan_save, read_payload
+from holdfast.state.snapshot import PayloadTarget, Snapshot, Snapshots, plan_save, read_payload
 from holdfast.state.tensors import Leaf
 from holdfast_core.errors import UnsupportedStateError
 

@@ -16,8 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.state.decoder import Decoder
-from holdfast.state.tree import Encoder
+from holdfast.state.tree import Decoder, Encoder
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.canonical import dumps_canonical
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from holdfast.reading.opening import Checkpoints, SavedStep
     from holdfast.reading.opening import open_checkpoints as open
     from holdfast.reading.tensor import LazyTensor
+    from holdfast.state.kinds import Shared
     from holdfast.state.rng import RNG
-    from holdfast.state.shared import Shared
     from holdfast.training.warmup import pin_threads, warm_up
     from holdfast_core.errors import (
         CapacityError,
@@ -87,7 +87,7 @@ _MODULES = {
     "SaveTimeoutError": "holdfast.base.handle",
     "SavedCheckpoint": "holdfast.reading.checkpoint",
     "SavedStep": "holdfast.reading.opening",
-    "Shared": "holdfast.state.shared",
+    "Shared": "holdfast.state.kinds",
     "StateDictError": "holdfast_core.errors",
     "StateMismatchError": "holdfast_core.errors",
     "TensorInfo": "holdfast.base.restore_point",

@@ -39,10 +39,9 @@ from holdfast.places.opening import place_for
 from holdfast.places.place import Place
 from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.opening import SavedStep
-from holdfast.state.loading.later_rng import LaterRng, Load, WhenRng
 from holdfast.state.loading.named_tensors import NamedTensors
 from holdfast.state.loading.restore_target import RestoreTarget
-from holdfast.state.rng import RNG
+from holdfast.state.rng import RNG, LaterRng, Load, WhenRng
 from holdfast.training.lazy_loaders import LazyLoaderWatch
 from holdfast.training.loop import Position, TrainingLoop, checked_step
 from holdfast.training.signals import HandledSignal, interrupts_at_end, stop_signal

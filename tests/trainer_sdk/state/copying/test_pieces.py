@@ -13,8 +13,7 @@ import torch
 from tests.support.trainer.payloads import RANK
 from tests.support.trainer.snapshots import take_snapshot
 
-from holdfast.state.copying import Places, copies_into
-from holdfast.state.snapshot import plan_save
+from holdfast.state.snapshot import Places, copies_into, plan_save
 
 PIECE_BYTES = 64
 BATCH_BYTES = 96

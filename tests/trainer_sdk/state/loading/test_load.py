@@ -13,10 +13,9 @@ from tests.support.trainer.payloads import stored
 from tests.support.trainer.snapshots import take_snapshot
 
 from holdfast.slots.staging import Copier
-from holdfast.state.copying import PayloadTarget
 from holdfast.state.loading.load import load_state
 from holdfast.state.rng import RNG
-from holdfast.state.snapshot import plan_save, read_payload
+from holdfast.state.snapshot import PayloadTarget, plan_save, read_payload
 from holdfast_core.errors import StateMismatchError
 from holdfast_core.ids import Rank
 

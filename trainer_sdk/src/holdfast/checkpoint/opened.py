@@ -9,10 +9,8 @@ from typing import Any
 from holdfast.base.options import Options
 from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.decisions import SaveDecisions
-from holdfast.checkpoint.peeking import Peeker
-from holdfast.checkpoint.restoring import Restorer
-from holdfast.checkpoint.saves import Saves
-from holdfast.checkpoint.saving import Saver
+from holdfast.checkpoint.restoring import Peeker, Restorer
+from holdfast.checkpoint.saving import Saver, Saves
 from holdfast.checkpoint.status import SaveStatus
 from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement

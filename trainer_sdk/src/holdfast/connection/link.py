@@ -3,24 +3,30 @@
 The training thread never uses the socket. It puts frames into a bounded queue and continues, so that a
 slow, stopped or dead peer does not delay training. Requests to such a peer fail. After a reconnect the
 link sends Hello again.
+
+The socket is closed in forked children. A data loader's workers are such children and inherit every
+descriptor. The other side of a socket sees its end only when the last process that holds it has closed it. A
+live worker would thus keep a persister and `Checkpointer.close` waiting.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
 import selectors
 import socket
+import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from holdfast.connection.frames import FrameDecoder
 from holdfast_core.errors import (
     ConfigError,
     FormatError,
@@ -29,8 +35,76 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
+from holdfast_core.messages.codec import MAX_MESSAGE_BYTES
 from holdfast_core.messages.schema import Hello, HelloReply, Refusal, Refused, ShardFile
-from holdfast_core.messages.socket_frames import Frame, write_frame
+from holdfast_core.messages.socket_frames import Frame, UnknownMessage, parse_body, write_frame
+
+_LENGTH = struct.Struct("!I")
+
+
+class FrameDecoder:
+    """Splits a stream of bytes into frames. It buffers at most one incomplete frame."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Add received bytes and return the frames that are complete.
+
+        Raises FormatError for an invalid frame. The stream cannot be decoded any further then, and the
+        connection must be closed.
+        """
+        self._buffer += data
+        frames: list[Frame] = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if not 0 < length <= MAX_MESSAGE_BYTES:
+                raise FormatError(f"frame: {length} bytes, expected 1..{MAX_MESSAGE_BYTES}")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            frame = parse_body(self._buffer[_LENGTH.size : end])
+            self._buffer = self._buffer[end:]
+            if frame.id != 0 or not isinstance(frame.message, UnknownMessage):
+                frames.append(frame)
+        return frames
+
+
+class OwnSocket(socket.socket):
+    """Socket that a forked child closes right after the fork.
+
+    `close` ends the connection even if another process still holds the descriptor: a child that C code
+    forked does not run Python's fork hooks.
+    """
+
+    @classmethod
+    def of(cls, plain: socket.socket) -> Self:
+        """Return a socket that takes over the descriptor of `plain`, which is unusable afterwards."""
+        owned = cls(plain.family, plain.type, plain.proto, fileno=plain.detach())
+        _open.add(owned)
+        return owned
+
+    def close(self) -> None:
+        if self.fileno() >= 0:
+            with contextlib.suppress(OSError):  # the other side has already closed its end
+                self.shutdown(socket.SHUT_RDWR)
+        super().close()
+
+    def forget(self) -> None:
+        """Close only this process's descriptor. The connection of the parent process stays open."""
+        super().close()
+
+
+_open: weakref.WeakSet[OwnSocket] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for one in tuple(_open):
+        one.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
 
 logger = logging.getLogger(__name__)
 

@@ -66,7 +66,7 @@ class Choice:
 def next_round(tier: DiskNodeTier, others: Iterable[RestartRound]) -> RestartRound:
     """Return a round above all rounds of the tier and of `others`.
 
-    This does not reserve the round, see `holdfast.directory.rounds`.
+    This does not reserve the round, see `holdfast.directory.open_folder`.
     """
     rounds = [*others]
     rounds += [checkpoint.round for _, checkpoint in tier.list_manifests()]

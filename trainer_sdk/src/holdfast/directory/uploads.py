@@ -26,8 +26,7 @@ from holdfast.directory.choice import JOB_UID, NAMESPACE, candidates
 from holdfast.directory.folder_store import FolderStore, ForeignTrainingError
 from holdfast.directory.open_folder import OpenFolder
 from holdfast.directory.processes import Claim, claim_checkpoint
-from holdfast.directory.share import GoneError, ShareUploader
-from holdfast.directory.state import LEFT_OUT, UploadFiles, UploadState
+from holdfast.directory.share import LEFT_OUT, GoneError, ShareUploader, UploadFiles, UploadState
 from holdfast_core.errors import (
     AlreadyExistsError,
     CapacityError,

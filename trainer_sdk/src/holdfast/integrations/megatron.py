@@ -27,8 +27,7 @@ from holdfast.base.settings import RankSettings
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.boxes import as_box, by_first_part
 from holdfast.integrations.versions import warn_if_untested
-from holdfast.state.decoder import Decoder
-from holdfast.state.tree import Encoder
+from holdfast.state.tree import Decoder, Encoder
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,

@@ -26,13 +26,11 @@ from holdfast.directory.processes import (
     wait_for_writers,
 )
 from holdfast.gang.store import GangStore
-from holdfast.places.folder_start import FolderStart
+from holdfast.places.folder_start import FolderStart, expect_shared
 from holdfast.places.persister_process import PersisterProcess
-from holdfast.places.place import Directories, NextFetch, Traits
-from holdfast.places.shared_folder import expect_shared
+from holdfast.places.place import Directories, NextFetch, Traits, wait_connected
 from holdfast.places.slot_directory import SlotDirectory
 from holdfast.places.training_lock import TrainingLock
-from holdfast.places.waiting import wait_connected
 from holdfast.reading.opening import Checkpoints, SavedStep, open_checkpoints
 from holdfast.slots.capacity import IN_A_FOLDER
 from holdfast_core.errors import (

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 
-from holdfast.connection.own_socket import OwnSocket
+from holdfast.connection.link import OwnSocket
 
 
 class PersisterProcess:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from holdfast.base.handle import SaveHandle
 from holdfast.base.settings import RankSettings
-from holdfast.connection.link import Link
-from holdfast.connection.own_socket import OwnSocket
+from holdfast.connection.link import Link, OwnSocket
 from holdfast.connection.session import Session
 from holdfast.gang.store import GangStore
 from holdfast.places.place import Directories, NextFetch, Traits

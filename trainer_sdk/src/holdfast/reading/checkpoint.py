@@ -8,8 +8,7 @@ from typing import Any
 from holdfast.reading.boxes import BoxReader
 from holdfast.reading.source import CheckpointSource
 from holdfast.reading.tensor import LazyTensor, may_be_raw
-from holdfast.state.decoder import Decoder
-from holdfast.state.tree import STATE
+from holdfast.state.tree import STATE, Decoder
 from holdfast_core.closing import Closing
 from holdfast_core.errors import ConfigError, CorruptionError, FormatError, NotFoundError
 from holdfast_core.format.payload import unpack_objects

@@ -27,9 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.boxes import box_attributes, held_box
 from holdfast.state.kinds import is_named_tuple
-from holdfast.state.tensors import Leaf, is_distributed, is_tensor
+from holdfast.state.tensors import Leaf, box_attributes, held_box, is_distributed, is_tensor
 from holdfast.state.tree import Encoder, StateDictCache, StateText, has_parts, is_stateful, unwrap
 from holdfast_core.format.canonical import dumps_canonical
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.shared import Shared
+from holdfast.state.kinds import Shared
 from holdfast.state.tensors import is_tensor, torch_module
 from holdfast.state.tree import is_stateful, unwrap
 from holdfast.training.signals import HandledSignal

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from holdfast.state.shared import Shared
+from holdfast.state.kinds import Shared
 from holdfast.state.tensors import torch_module
 from holdfast_core.messages.schema import RankWork
 

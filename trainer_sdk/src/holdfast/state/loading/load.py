@@ -19,12 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.decoder import HeldState, content_of, has_held
-from holdfast.state.kinds import is_named_tuple, tuple_like
-from holdfast.state.loading.later_rng import Load
+from holdfast.state.kinds import is_named_tuple, plain_names, plain_state, tuple_like
 from holdfast.state.loading.load_optimizer import Own, load_optimizer
 from holdfast.state.optimizers import misfit
-from holdfast.state.rng import RNG
+from holdfast.state.rng import RNG, Load
 from holdfast.state.snapshot import paused_collector
 from holdfast.state.tensors import (
     clone,
@@ -37,8 +35,7 @@ from holdfast.state.tensors import (
     local_part,
     torch_module,
 )
-from holdfast.state.tree import StateDictCache, is_stateful, unwrap
-from holdfast.state.wrapped import plain_names, plain_state
+from holdfast.state.tree import HeldState, StateDictCache, content_of, has_held, is_stateful, unwrap
 from holdfast_core.errors import StateMismatchError
 
 _SHOWN = 10
@@ -450,7 +447,7 @@ def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: 
     own_names = {plain: name for name, plain in plain_names(module, current).items()}
     fitting = {own_names.get(name, name): value for name, value in fitting.items()}
     # torch searches the whole dict once for each submodule: 25,000 submodules take a minute.
-    from holdfast.state.loading.stock import only_copies
+    from holdfast.state.loading.load_optimizer import only_copies
 
     copies_here = only_copies(module) or any(map(is_distributed, current.values()))
     pairs = []

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.decoder import Decoder
 from holdfast.state.snapshot import paused_collector
 from holdfast.state.tensors import RAW, Leaf, clone, copy_in, make_leaf, own_name, view_stored
-from holdfast.state.tree import STATE
+from holdfast.state.tree import STATE, Decoder
 from holdfast_core.errors import FormatError, StateMismatchError
 from holdfast_core.format.payload import (
     LENGTH_BYTES,

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.kinds import Classes, without_class
+from holdfast.state.kinds import Classes, Shared, without_class
 from holdfast.state.loading.load import fits
-from holdfast.state.shared import Shared
 from holdfast.state.sizing import estimated_bytes, slot_bytes
 from holdfast.state.snapshot import Snapshot, Snapshots, read_payload
 from holdfast.state.tensors import Leaf, is_in_host_memory, local_part, placement, torch_module
@@ -56,7 +55,7 @@ class RestoreTarget:
             return False
         if not snapshot.modules and not snapshot.optimizers:
             return True
-        from holdfast.state.loading.stock import is_stock_module, is_stock_optimizer
+        from holdfast.state.loading.load_optimizer import is_stock_module, is_stock_optimizer
 
         return all(is_stock_module(module) for _, module in snapshot.modules) and all(
             is_stock_optimizer(optimizer) for optimizer in snapshot.optimizers
