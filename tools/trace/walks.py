@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,10 @@ def a_save_in_a_folder(recording: Recording, folder: Path) -> None:
 
 
 def the_start_of_a_job(recording: Recording, folder: Path) -> None:
-    """Create a TrainingJob, until the operator reports that it trains. The kubelets are played."""
+    """Create a TrainingJob, until the operator reports that it trains. The kubelets are played.
+
+    The operator is up and has read the cluster when the walk begins, as it is when a user applies a job.
+    """
     with _operator(recording, folder) as bed, recording.walk():
         bed.train()
 
@@ -138,7 +142,16 @@ def _operator(recording: Recording, folder: Path) -> Iterator[OperatorBed]:
         bed.executed = True
         bed.settings |= recording.environment()
         bed.start_operator()
+        until(lambda: _is_ready(bed), "the operator has read the cluster", SECONDS)
         yield bed
+
+
+def _is_ready(bed: OperatorBed) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{bed.health_port}/readyz") as reply:
+            return reply.status == 200
+    except OSError:  # no port yet, or 503
+        return False
 
 
 def _script(folder: Path) -> Path:
