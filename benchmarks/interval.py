@@ -20,7 +20,7 @@ from benchmarks.report import RESULTS
 from holdfast.checkpoint.decisions import Schedule
 from holdfast.checkpoint.measured_interval import MeasuredInterval, daly_seconds
 from holdfast_core.messages.schema import Timing
-from holdfast_operator.decide.round_message import estimated_mtbf
+from holdfast_operator.decide.gang import estimated_mtbf
 
 STEP_SECONDS = 2.0
 RESTART_SECONDS = 30.0

@@ -68,7 +68,7 @@ from holdfast_operator.model.job import (
     SidecarView,
     StoreView,
 )
-from holdfast_operator.model.pod_source import pod_source
+from holdfast_operator.model.ownership import pod_source
 from holdfast_operator.sidecars.state import Manifests
 
 T = TypeVar("T")

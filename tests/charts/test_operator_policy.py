@@ -14,13 +14,13 @@ from tests.support.servers.control_plane import ControlPlane
 from holdfast_core.api import TrainingJob
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.model.installation import SidecarSettings, WorkerNetwork
-from holdfast_operator.render.objects import (
+from holdfast_operator.model.render import (
     job_labels,
     owner_reference,
     render_network_policy,
+    render_pod,
     render_service,
 )
-from holdfast_operator.render.pod import render_pod
 
 pytestmark = pytest.mark.integration
 

@@ -12,13 +12,12 @@ from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import ConfigError
 from holdfast_core.net.tls import use_small_read_buffers
 from holdfast_operator.base import logs
-from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.base.metrics import Metrics, PlainPorts
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.api import KubeAccess, KubeApi, load_access
 from holdfast_operator.kube.leadership import Leadership, LeaseName, LeaseThread, LeaseTimes
 from holdfast_operator.loop.controller import Controller
 from holdfast_operator.loop.handlers import HandlerInputs, run_kopf
-from holdfast_operator.loop.plain_ports import PlainPorts
 
 
 def main() -> None:

@@ -32,8 +32,13 @@ from holdfast_operator.model.actions import (
 )
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Observed, RequestedSave
-from holdfast_operator.render.objects import render_certificates, render_checkpoint, render_service
-from holdfast_operator.render.pod import render_placeholder, render_pod
+from holdfast_operator.model.render import (
+    render_certificates,
+    render_checkpoint,
+    render_placeholder,
+    render_pod,
+    render_service,
+)
 
 WRITE = WriteStatus("7", TrainingJobStatus())
 BEGIN = BeginRound("7", TrainingJobStatus(), confirm_gone=("job-l2msg4-1-r0",))

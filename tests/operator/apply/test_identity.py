@@ -32,8 +32,7 @@ from holdfast_operator.model.actions import DesiredObject
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.ownership import Key, job_key
-from holdfast_operator.render.objects import render_checkpoint, render_service
-from holdfast_operator.render.pod import render_pod
+from holdfast_operator.model.render import render_checkpoint, render_pod, render_service
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates, JobGoneError, ca_secret_name
 from holdfast_operator.sidecars.client import SidecarClient

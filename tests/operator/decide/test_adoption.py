@@ -13,10 +13,10 @@ from tests.support.operator.decisions import of_kind
 from holdfast_core.api import CheckpointAdoption, JobCondition, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.report.adoption import owner_of_job
+from holdfast_operator.decide.facts.spec import owner_of_job
 from holdfast_operator.model.actions import Action, BeginRound, WriteStatus
 from holdfast_operator.model.job import Now, Observed, OwnerView, PodPhase, PodView, Seen
-from holdfast_operator.model.pod_source import AdoptedPods, certificates_prefix
+from holdfast_operator.model.ownership import AdoptedPods, certificates_prefix
 
 NOW = Now(1000.0, datetime(2026, 1, 1, tzinfo=UTC))
 KIND = OwnerView("Job gpt creates a lost pod again", loses_all_copies=False)

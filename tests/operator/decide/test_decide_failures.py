@@ -36,8 +36,8 @@ from holdfast_core.messages.schema import (
     RestorePoint,
 )
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.lifecycle import COORDINATOR_ANSWER_SECONDS, KUBELET_SECONDS
-from holdfast_operator.decide.round_message import round_message
+from holdfast_operator.decide.ends import COORDINATOR_ANSWER_SECONDS, KUBELET_SECONDS
+from holdfast_operator.decide.gang import round_message
 from holdfast_operator.model.actions import BeginRound, Decision, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView
 from holdfast_operator.model.reasons import Reason

@@ -35,7 +35,7 @@ from holdfast_core.api import (
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.codec import dumps
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.round_message import place_copies, round_message
+from holdfast_operator.decide.gang import place_copies, round_message
 from holdfast_operator.model.actions import BeginRound, ChooseRestorePoint, Delete, WriteStatus
 from holdfast_operator.model.job import (
     AckedRound,

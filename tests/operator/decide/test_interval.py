@@ -14,7 +14,7 @@ from holdfast_core.contract import DEFAULT_MTBF_SECONDS
 from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank, Timing
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.round_message import estimated_mtbf
+from holdfast_operator.decide.gang import estimated_mtbf
 from holdfast_operator.model.actions import BeginRound
 from holdfast_operator.model.job import JobMemory, Observed
 

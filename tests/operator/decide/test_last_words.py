@@ -6,7 +6,7 @@ import pytest
 
 from holdfast_core.ids import Rank, Worker
 from holdfast_core.messages.schema import DeadRank, MemoryUse
-from holdfast_operator.model.wording import LAST_OUTPUT_CHARACTERS, how_it_ended
+from holdfast_operator.model.reasons import LAST_OUTPUT_CHARACTERS, how_it_ended
 
 TORCH = """\
 [rank2]:     ^^^^^^^^^^^^^^^^^^^^^

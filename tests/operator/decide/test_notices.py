@@ -7,7 +7,7 @@ from tests.support.operator.builders import START, condition, job, now, pod, sta
 
 from holdfast_core.api import JobCondition, RestorePointStatus, TrainingJobStatus
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.report.notices import notices
+from holdfast_operator.decide.report.status import notices
 from holdfast_operator.model.actions import EmitEvent, EventKind, WriteStatus
 from holdfast_operator.model.job import Observed
 from holdfast_operator.model.reasons import Reason

@@ -42,8 +42,8 @@ from holdfast_core.api import (
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank, MemoryUse, RestorePoint
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.gang import round_message
 from holdfast_operator.decide.restore_point import Chosen, Exhausted, Wait, choose
-from holdfast_operator.decide.round_message import round_message
 from holdfast_operator.model.actions import BeginRound, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, Seen
 from holdfast_operator.model.reasons import Reason

@@ -19,7 +19,7 @@ from holdfast_core.api import (
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import pod_group_name
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.queue import counts, present_group
+from holdfast_operator.decide.facts.scheduling import counts, present_group
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import BeginRound, Delete, ReleasePod, WriteStatus
 from holdfast_operator.model.job import (

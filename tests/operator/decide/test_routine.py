@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.operator.life import Life
 
-from holdfast_operator.decide.rounds import RUNNING_SECONDS
+from holdfast_operator.decide.decide import RUNNING_SECONDS
 from holdfast_operator.loop import observe
 from holdfast_operator.model.installation import JOBS_PER_SECOND, routine_seconds
 

@@ -23,7 +23,7 @@ from holdfast_core.ids import FIRST_SPARE, MAX_SPARES, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import certificates_secret_name, pod_name
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.spares import ready_spares
+from holdfast_operator.decide.facts.nodes import ready_spares
 from holdfast_operator.decide.gang import SPARES_EVERY_SECONDS
 from holdfast_operator.model.actions import BeginRound, Delete, EmitEvent, WriteStatus
 from holdfast_operator.model.job import (
@@ -37,7 +37,7 @@ from holdfast_operator.model.job import (
     Taint,
 )
 from holdfast_operator.model.labels import QUEUE_NAME
-from holdfast_operator.model.pod_source import OwnPods
+from holdfast_operator.model.ownership import OwnPods
 from holdfast_operator.model.reasons import Reason
 
 WORKERS = 3

@@ -27,7 +27,7 @@ from holdfast_core.api import LineageEntry, TrainingJobStatus, changed
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.messages.schema import UncommittedShard
-from holdfast_operator.decide import restore_point, rounds
+from holdfast_operator.decide import decide, restore_point
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.restore_point import Choice, Chosen, InterruptedCommit, Wait
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Seen, SidecarView
@@ -103,7 +103,7 @@ def test_the_manifest_is_the_one_that_the_coordinator_would_have_built() -> None
 
 
 def test_members_are_sent_the_manifest_and_no_restore_point_is_chosen() -> None:
-    decision = rounds.choose(world(*COMPLETE))
+    decision = decide.choose(world(*COMPLETE))
     sent = of_kind(decision.actions, "call /v1/finish-commit")
     assert [(a.worker, a.pod_uid) for a in sent] == [(0, A.uid), (1, B.uid)]
     message = sent[0].message

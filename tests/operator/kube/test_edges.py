@@ -38,8 +38,7 @@ from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.objects import render_disruption_budget
-from holdfast_operator.render.pod import render_pod
+from holdfast_operator.model.render import render_disruption_budget, render_pod
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.reflector import is_at_least
 

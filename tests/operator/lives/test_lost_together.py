@@ -24,10 +24,10 @@ from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank, RestorePoint
 from holdfast_core.names import pod_name
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.ends import KUBELET_SECONDS
 from holdfast_operator.decide.failures import GATHER_SECONDS
-from holdfast_operator.decide.lifecycle import KUBELET_SECONDS
 from holdfast_operator.decide.report import recovery
-from holdfast_operator.decide.report.notices import notices
+from holdfast_operator.decide.report.status import notices
 from holdfast_operator.model.actions import (
     BeginRound,
     ChooseRestorePoint,

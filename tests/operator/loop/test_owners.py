@@ -9,7 +9,7 @@ from holdfast_core.api import CheckpointAdoption
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.loop.checks import Owners
+from holdfast_operator.loop.observe import Owners
 from holdfast_operator.model.job import Owner, PodPhase, PodView
 
 ADOPTION = CheckpointAdoption.from_dict(

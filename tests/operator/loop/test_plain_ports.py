@@ -18,8 +18,7 @@ from tests.support.servers.flood import flood
 
 from holdfast_core.clock import SystemClock
 from holdfast_operator.base import logs
-from holdfast_operator.base.metrics import Metrics
-from holdfast_operator.loop.plain_ports import SILENT_WATCH_SECONDS, PlainPorts
+from holdfast_operator.base.metrics import SILENT_WATCH_SECONDS, Metrics, PlainPorts
 
 ATTACKERS = 300
 

@@ -15,14 +15,14 @@ from tests.support.operator.fake_api import FakeApi
 from holdfast_core.api import Gang
 from holdfast_core.ids import JobUid
 from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.loop.checks import (
+from holdfast_operator.loop.observe import (
     JOBS_PER_TICK,
     TICK_SECONDS,
     SilenceChecks,
     confirm,
 )
 from holdfast_operator.model.job import PodView
-from holdfast_operator.watch.indexes import JobIndex
+from holdfast_operator.watch.cache import JobIndex
 from holdfast_operator.watch.nodes import NodeLeases
 
 JOBS = 3 * JOBS_PER_TICK

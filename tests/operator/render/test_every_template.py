@@ -16,7 +16,7 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.spec import template_problem
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
-from holdfast_operator.render.pod import render_placeholder, render_pod
+from holdfast_operator.model.render import render_placeholder, render_pod
 
 SIDECAR = SidecarSettings("example/sidecar:1")
 REQUIRED, PREFERRED = (

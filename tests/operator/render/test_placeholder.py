@@ -11,8 +11,12 @@ from holdfast_core.names import parse_placeholder_name, parse_pod_name, placehol
 from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.ownership import worker_identity
-from holdfast_operator.render.objects import render_disruption_budget, render_service
-from holdfast_operator.render.pod import render_placeholder, render_pod
+from holdfast_operator.model.render import (
+    render_disruption_budget,
+    render_placeholder,
+    render_pod,
+    render_service,
+)
 
 JOB = job(4)
 SIDECAR = SidecarSettings("example/sidecar:1")

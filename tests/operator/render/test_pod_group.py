@@ -17,11 +17,11 @@ from tests.support.operator.fake_api import FakeApi
 from holdfast_core.api import TrainingJob
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.names import pod_group_name, pod_name
-from holdfast_operator.decide.facts.queue import wanted_group
+from holdfast_operator.decide.facts.scheduling import wanted_group
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.ownership import worker_identity
-from holdfast_operator.render.pod import render_pod
+from holdfast_operator.model.render import render_pod
 from holdfast_operator.watch.records import pod_view
 
 SIDECAR = SidecarSettings("example/sidecar:1")

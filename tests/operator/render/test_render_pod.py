@@ -15,13 +15,13 @@ from holdfast_core.ids import FIRST_SPARE, RestartRound, Step, Worker
 from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings, WorkerNetwork
 from holdfast_operator.model.job import StoreView
-from holdfast_operator.render.objects import (
+from holdfast_operator.model.render import (
     render_checkpoint,
     render_disruption_budget,
     render_network_policy,
+    render_pod,
     render_service,
 )
-from holdfast_operator.render.pod import render_pod
 
 SIDECAR = SidecarSettings("example/sidecar:1", "Always")
 

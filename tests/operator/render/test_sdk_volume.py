@@ -12,7 +12,7 @@ from holdfast_core.api import changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.facts.spec import template_problem
 from holdfast_operator.model.installation import SidecarSettings
-from holdfast_operator.render.pod import render_pod
+from holdfast_operator.model.render import render_pod
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/install.md"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast_operator.sidecars.limits import Allowance
+from holdfast_operator.sidecars.client import Allowance
 
 
 def test_a_burst_then_a_rate_then_a_burst_again() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from holdfast_core.ids import JobUid
-from holdfast_operator.sidecars.limits import JOB_SHARE, CallSlots, Standing
+from holdfast_operator.sidecars.client import JOB_SHARE, CallSlots, Standing
 
 FEW = {Standing.ANSWERS: 8, Standing.UNKNOWN: 8, Standing.SILENT: 8}
 HEALTHY = JobUid("healthy")

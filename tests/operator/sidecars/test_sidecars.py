@@ -33,8 +33,11 @@ from holdfast_operator.sidecars.certificates import (
     new_authority,
     new_leaf,
 )
-from holdfast_operator.sidecars.poll import FIRST_REFUSED_SECONDS, POLL_AGAIN_SECONDS
-from holdfast_operator.sidecars.state import back_off_seconds
+from holdfast_operator.sidecars.state import (
+    FIRST_REFUSED_SECONDS,
+    POLL_AGAIN_SECONDS,
+    back_off_seconds,
+)
 
 
 def round_message(round_: int, version: int) -> Round:

@@ -15,7 +15,7 @@ from tests.support.operator.fake_api import FakeApi
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.ownership import Key, adoption_key, job_key, store_key
-from holdfast_operator.render.pod import render_pod
+from holdfast_operator.model.render import render_pod
 from holdfast_operator.watch.cache import ClusterCache
 
 UNREADABLE = {"workers": "many"}

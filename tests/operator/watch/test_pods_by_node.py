@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.support.operator.builders import UID, pod
 
 from holdfast_operator.model.ownership import job_key
-from holdfast_operator.watch.indexes import PodIndex
+from holdfast_operator.watch.cache import PodIndex
 from holdfast_operator.watch.records import WorkerPod
 
 GPT, BERT = job_key("team-a", "gpt"), job_key("team-a", "bert")

@@ -26,8 +26,8 @@ from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import PodPhase, Taint
 from holdfast_operator.model.ownership import WorkerIdentity
+from holdfast_operator.model.render import render_pod
 from holdfast_operator.model.template import part_digests
-from holdfast_operator.render.pod import render_pod
 from holdfast_operator.watch.records import (
     node_view,
     pod_view,

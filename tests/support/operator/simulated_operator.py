@@ -27,14 +27,12 @@ from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster, Events, Subject
-from holdfast_operator.loop.checks import confirm
 from holdfast_operator.loop.controller import release_pods
-from holdfast_operator.loop.observe import Observer
+from holdfast_operator.loop.observe import Observer, confirm
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Unreadable
-from holdfast_operator.model.ownership import job_key
-from holdfast_operator.model.pod_source import pod_source
+from holdfast_operator.model.ownership import job_key, pod_source
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import ClusterCache
 

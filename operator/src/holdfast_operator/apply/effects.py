@@ -33,7 +33,7 @@ from holdfast_operator.model.actions import (
 )
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.objects import standing_objects
+from holdfast_operator.model.render import standing_objects
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import ClusterCache

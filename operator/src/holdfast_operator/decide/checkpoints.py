@@ -34,7 +34,7 @@ from holdfast_operator.decide.facts.world import World, on_lineage
 from holdfast_operator.model.actions import Action, Call, CallPath, Delete, DesiredObject
 from holdfast_operator.model.job import Now, RequestedSave
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.objects import render_change, render_checkpoint
+from holdfast_operator.model.render import render_change, render_checkpoint
 
 
 def with_phase(

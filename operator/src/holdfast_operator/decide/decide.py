@@ -18,43 +18,86 @@ The rules apply in this order, and the first that fits decides the pass:
 14. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
 15. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
 Each pass but those of rule 2 and those that begin a round also deletes placeholders that are not needed.
-Pods that are being deleted lose Kueue's finalizer, whichever rule decides (queue.py).
+Pods that are being deleted lose Kueue's finalizer, whichever rule decides (scheduling.py).
 A pass that begins a round or chooses its restore point only emits Events besides. No pass writes the status
 more than once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from holdfast_core.api import JobCondition
-from holdfast_operator.decide import ends, failures, lifecycle, new_rounds, rounds
-from holdfast_operator.decide.facts import queue, sizes
-from holdfast_operator.decide.facts.world import World, advance, is_over, see_failure
-from holdfast_operator.decide.report.conditions import unreadable_pass
-from holdfast_operator.decide.report.notices import with_notices
-from holdfast_operator.decide.writes import fail_job, written
+from holdfast_core.api import (
+    GoodputStatus,
+    JobCondition,
+    LineageEntry,
+    RestorePointStatus,
+    TrainingJobStatus,
+    changed,
+)
+from holdfast_core.messages.schema import FinishCommit
+from holdfast_operator.decide import (
+    checkpoints,
+    ends,
+    failures,
+    gang,
+    restore_point,
+    writes,
+)
+from holdfast_operator.decide.facts import scheduling, sizes, spec
+from holdfast_operator.decide.facts.evidence import CANNOT_START
+from holdfast_operator.decide.facts.nodes import next_departure, waiting_note
+from holdfast_operator.decide.facts.spec import birth_problem
+from holdfast_operator.decide.facts.world import (
+    Note,
+    World,
+    advance,
+    again_after,
+    is_over,
+    see_failure,
+    stop_requested,
+)
+from holdfast_operator.decide.report import recovery
+from holdfast_operator.decide.report.conditions import describe_wait, unreadable_pass
+from holdfast_operator.decide.report.status import (
+    must_write,
+    refresh,
+    refresh_kept,
+    remember_write,
+    with_notices,
+    with_ratio,
+)
+from holdfast_operator.decide.writes import (
+    STARTING_SECONDS,
+    WAITING_SECONDS,
+    committed,
+    fail_job,
+    persisted,
+    renamed,
+    with_status_write,
+    written,
+)
 from holdfast_operator.model.actions import (
+    Action,
     BeginRound,
+    CallPath,
     ChooseRestorePoint,
+    CommitPersisted,
     Decision,
     Delete,
     ReleasePod,
+    WriteStatus,
     normal,
+    warning,
 )
-from holdfast_operator.model.job import Now, Observed
+from holdfast_operator.model.job import Now, Observed, PodPhase, Seen
 from holdfast_operator.model.reasons import Reason
 
-__all__ = ["decide"]
-_WITHOUT_FAILURES = (
-    new_rounds.resize_gang,
-    new_rounds.grow_gang,
-    new_rounds.shrink_gang,
-    new_rounds.schedule,
-    new_rounds.replace_late_pods,
-    rounds.record_births,
-)
-"""The rules 9 to 13. Each returns None if it does not apply."""
+FINISHING_MEMBERS = 4
+"""Members that are sent the manifest of an interrupted commit."""
+RUNNING_SECONDS = 5.0
+"""Pause between passes while the gang trains."""
 
 
 def decide(observed: Observed, now: Now) -> Decision:
@@ -78,7 +121,7 @@ def _in_each_pass(world: World) -> list[Delete | ReleasePod]:
     """Return what is done to pods whichever rule decides, except in a pass that begins a round."""
     observed = world.observed
     deletes: list[Delete | ReleasePod] = []
-    deletes.extend(queue.due(world))
+    deletes.extend(scheduling.due(world))
     if observed.placeholders and not observed.unreadable:
         deletes.extend(sizes.unneeded_placeholders(world))
     return deletes
@@ -93,31 +136,282 @@ def _decide(world: World) -> Decision:
     if readable is not None:
         return readable
     if is_over(job.status):
-        return rounds.over(world)
+        return over(world)
     if job.status.is_true(JobCondition.SUSPENDED) or (
-        job.spec.suspend and lifecycle.may_suspend_now(world)
+        job.spec.suspend and ends.may_suspend_now(world)
     ):
-        return rounds.suspended(world)
+        return suspended(world)
     if job.status.restart_round is None:
-        return new_rounds.first_round(world)
-    deadline = lifecycle.deadline_passed(world)
+        return writes.first_round(world)
+    deadline = ends.deadline_passed(world)
     if deadline is not None:
         return fail_job(world, deadline)
     found = failures.find(world)
     see_failure(world, bool(found))
     if found:
         return failures.plan(world, found)
-    done = lifecycle.completed(world)
+    done = ends.completed(world)
     if done is not None and (not job.spec.suspend or job.spec.store is None):
         event = normal(Reason.COMPLETED, "every rank returned 0")
         return written(world, done, [event], "complete")
-    if job.spec.suspend and job.spec.store is not None and lifecycle.stopped_and_saved(world):
-        status = lifecycle.suspended(world)
+    if job.spec.suspend and job.spec.store is not None and ends.stopped_and_saved(world):
+        status = ends.suspended(world)
         return written(world, status, [], "the gang has stopped and saved: the job is suspended")
-    for rule in _WITHOUT_FAILURES:
+    for rule in (  # the rules 9 to 13, each of which returns None if it does not apply
+        writes.resize_gang,
+        writes.grow_gang,
+        writes.shrink_gang,
+        writes.schedule,
+        writes.replace_late_pods,
+        record_births,
+    ):
         decision = rule(world)
         if decision is not None:
             return decision
     if job.status.restore_point is None:
-        return rounds.choose(world)
-    return rounds.run(world)
+        return choose(world)
+    return run(world)
+
+
+def record_births(world: World) -> Decision | None:
+    """Return the decision that records adopted pods which have started, or None if all are recorded.
+
+    No ROUND names a pod that is not recorded: after a restart of the operator, its loss would look like a pod
+    that has not started.
+    """
+    status = world.source.with_births(world.status, world.observed.pods)
+    if status is world.status:
+        return None
+    if world.observed.owner is None:
+        return Decision.of((), STARTING_SECONDS, "the controller of the pods is not known yet")
+    refused = spec.refusal(world)
+    if refused is None:
+        return written(world, status, [], "pods have started as workers")
+    known = world.status.condition(JobCondition.ADOPTED)
+    note = Note(Reason.LOCAL_COPIES_WOULD_BE_LOST, refused)
+    is_known = known is not None and known.is_false
+    return with_status_write(world, () if is_known else [warning(*note)], note, WAITING_SECONDS)
+
+
+def choose(world: World) -> Decision:
+    choice = restore_point.choose(world)
+    if isinstance(choice, restore_point.Exhausted):
+        return fail_job(world, choice.note)
+    if isinstance(choice, restore_point.Chosen):
+        return _chosen(world, choice)
+    actions = [*gang.standing(world), *gang.member_actions(world)]
+    if isinstance(choice, restore_point.InterruptedCommit):
+        actions.extend(_finishes(world, choice))
+        return with_status_write(world, actions, choice.note, STARTING_SECONDS)
+    note = _refused(world) or _pod_trouble(world) or choice.note
+    pause = again_after(world, world.memory.round_seen_at, STARTING_SECONDS)
+    return with_status_write(world, actions, note, pause)
+
+
+def _chosen(world: World, choice: restore_point.Chosen) -> Decision:
+    """Return CAS 2."""
+    status = refresh(world, _with_choice(world, choice), Note(choice.reason, choice.message))
+    event = normal if choice.reason is Reason.RESTORE_POINT_CHOSEN else warning
+    write = ChooseRestorePoint(world.job.resource_version, status)
+    remember_write(world)
+    return Decision.of((write, event(choice.reason, choice.message)), 0.0, choice.message)
+
+
+def _finishes(world: World, choice: restore_point.InterruptedCommit) -> Iterator[Action]:
+    """Yield the requests to some members to write the manifest. The others read it from one of them."""
+    message = FinishCommit(world.round, choice.id.step, choice.id.round, choice.manifest)
+    for member in world.members[:FINISHING_MEMBERS]:
+        yield from member.call(CallPath.FINISH_COMMIT, message)
+
+
+def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatus:
+    """Return the status of CAS 2 with restore point, lineage and coordinator.
+
+    The step and the levels in the status go down to the restore point.
+    """
+    status = world.status
+    point: RestorePointStatus = choice.point
+    entry = LineageEntry(round=world.round, base=point.id, base_manifest=point.manifest)
+    own = point.step if point.job_uid is None else None
+    lost = None if status.step is None else max(0, status.step - (own or 0))
+    record = status.last_recovery
+    if record is not None and record.round == world.round:
+        status = status.with_recovery(changed(record, lost_steps=lost, restored_step=point.step))
+    replicated = status.last_replicated_step
+    return changed(
+        status,
+        restore_point=point,
+        lineage=restore_point.extend_lineage(status.lineage, entry),
+        coordinator=gang.first_coordinator(world),
+        step=point.step,
+        last_committed_step=own,
+        last_replicated_step=None if replicated is None or own is None else min(replicated, own),
+        goodput=_less_lost_work(status.goodput, lost, status.step),
+    )
+
+
+def _less_lost_work(
+    goodput: GoodputStatus | None, lost: int | None, trained: int | None
+) -> GoodputStatus | None:
+    """Add the lost steps to the lost work, at the mean training time of a step so far."""
+    if goodput is None or not lost or not trained:
+        return goodput
+    seconds = goodput.lost_work_seconds + goodput.training_seconds * lost / trained
+    return with_ratio(changed(goodput, lost_work_seconds=min(seconds, goodput.training_seconds)))
+
+
+def run(world: World) -> Decision:
+    if gang.awaits_coordinator(world):
+        text = "the coordinator has not answered this operator process yet"
+        return Decision.of((), STARTING_SECONDS, text)
+    running = world.state.running
+    actions = gang.member_actions(world)
+    rounds = gang.round_actions(world)
+    actions.extend(rounds.actions)
+    actions.extend(checkpoints.plan(world))
+    if running:
+        actions.extend(gang.delete_old_certificates(world))
+        actions.extend(gang.spare_actions(world))
+    actions.extend(sizes.new_placeholders(world))
+    if ends.must_stop(world):
+        actions.extend(ends.request_stop(world))
+    actions.extend(_departing(world))
+    commit = checkpoints.committable(world)
+    if not (rounds.complete and running):
+        requeue = again_after(world, world.memory.seen_at(Seen.CHOSEN), STARTING_SECONDS)
+    elif not actions and _is_undisturbed(world):
+        requeue = max(RUNNING_SECONDS, world.observed.routine_seconds)
+    else:
+        requeue = RUNNING_SECONDS
+    requeue = min(requeue, ends.seconds_to_deadline(world))
+    actions.extend(gang.standing(world))
+    note = None
+    if not running:
+        note = _refused(world) or _missing(world) or _pod_trouble(world)
+    if note is None and not running and not world.job.status.is_true(JobCondition.RUNNING):
+        note = Note(Reason.STARTING, f"round {world.round}: ranks restore and rendezvous")
+    if commit is None:
+        return with_status_write(world, actions, note, requeue)
+    return committed(world, commit, actions, note)
+
+
+def _is_undisturbed(world: World) -> bool:
+    """Return whether nothing can become due with time alone: whatever happens next requests a pass."""
+    return all(m.alive and m.reachable for m in world.members) and not any(
+        c.deleting for c in world.observed.checkpoints
+    )
+
+
+def _departing(world: World) -> list[Action]:
+    """Return the delete of a pod whose node will be taken away soon, and its Event."""
+    leaves = next_departure(world)
+    if leaves is None or stop_requested(world.status):
+        return []
+    text = f"{leaves} is deleted, because the node will be taken away: the gang saves, and the worker moves"
+    return [
+        *world.deletes([leaves.pod], "its node will be taken away"),
+        normal(Reason.NODE_LEAVING, text),
+    ]
+
+
+def _refused(world: World) -> Note | None:
+    """Return a note with the error of a create that was refused in an earlier pass, or None."""
+    text = world.observed.memory.create_refused
+    return Note(Reason.CREATE_REFUSED, text) if text else None
+
+
+def _missing(world: World) -> Note | None:
+    text = describe_wait(world)
+    return None if text is None else Note(Reason.CHECKPOINT_MISSING, text)
+
+
+def _pod_trouble(world: World) -> Note | None:
+    """Return why a pod is not created or does not start, or None.
+
+    The note contains the problem of the spec, or the message of the kubelet or the scheduler.
+    """
+    refused = birth_problem(world)
+    if refused is not None and any(member.pod is None for member in world.members):
+        return refused
+    for member in world.members:
+        pod = member.pod
+        if pod is not None and pod.waiting_reason in CANNOT_START:
+            text = f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}"
+            return Note(Reason.CONTAINER_CANNOT_START, text)
+    if scheduling.waits(world):
+        return Note(Reason.WAITING_FOR_QUEUE, scheduling.describe_wait(world))
+    waiting = waiting_note(world)
+    if waiting is not None:
+        return waiting
+    late = scheduling.describe_late(world)
+    if late is not None:
+        return Note(Reason.POD_NOT_STARTED, late)
+    for member in world.members:
+        pod = member.pod
+        if pod is not None and pod.phase is PodPhase.PENDING and pod.node is None:
+            text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
+            text += scheduling.claim_of(world.job, pod)
+            return Note(Reason.WAITING_FOR_PODS, text)
+    return None
+
+
+def over(world: World) -> Decision:
+    """Return the decision about a job that has completed or failed.
+
+    A commit gets its Checkpoint object before the status records it. So an object that a user deletes after
+    the end is not created again. The create is repeated only while it fails.
+    """
+    job, status = world.job, world.status
+    commit = checkpoints.pending_commit(world)
+    if commit is not None:
+        record = checkpoints.record_of(world, commit)
+        if record and not world.memory.record_refused:
+            return Decision.of(record, 0.0, "the last commit is recorded")
+        write = CommitPersisted(job.resource_version, changed(status, last_persisted=commit))
+        event = persisted(commit)
+        return Decision.of((write, *record, event), 0.0, event.message)
+    if status.is_true(JobCondition.PODS_KEPT):
+        status = renamed(world, refresh_kept(world, status))
+    present = world.with_status(status)
+    kept = ends.why_kept_after_the_end(present)
+    status = ends.with_pods_kept(status, present, kept)
+    actions: list[Action] = []
+    if must_write(world, status):
+        actions.append(WriteStatus(job.resource_version, status))
+        remember_write(world)
+    if world.memory.record_refused:
+        actions.extend(checkpoints.records(world))
+    actions.extend(checkpoints.expire_requests(world) or checkpoints.quarantine_marks(world))
+    actions.extend(ends.release_all(world, "the job is over"))
+    actions.extend(ends.after_the_end(world, kept=kept is not None))
+    if kept is not None:
+        actions.extend(gang.seals(world))  # the members of an unsealed round answer only after it
+    if ends.is_upload_requested(kept) and status.restore_point is not None:
+        # A sidecar whose container restarts after the end needs ROUND again.
+        plan = gang.round_actions(present)
+        actions.extend((*plan.actions, *ends.request_stop(present, job_is_over=True)))
+        world.memory = present.memory
+    # Launchers leave when the version is acknowledged, and their pods end.
+    state = world.coordinator
+    acted = None if state is None or kept is not None else state.version
+    return Decision.of(actions, WAITING_SECONDS, "the job is over", acted)
+
+
+def suspended(world: World) -> Decision:
+    status = world.job.status
+    if not status.is_true(JobCondition.SUSPENDED):
+        status = recovery.interrupted(ends.suspended(world), world)
+        return written(world, status, [], "the job is suspended without a save")
+    if ends.must_withdraw(world):
+        status = ends.withdrawn(world)
+        return written(world, status, [], "the suspension is withdrawn")
+    if world.spec.suspend:
+        acted = None if world.coordinator is None else world.coordinator.version
+        freed = ends.release_all(world, "the job is suspended")
+        actions = (*ends.delete_all_pods(world), *freed)
+        return Decision.of(actions, WAITING_SECONDS, "suspended", acted)
+    if status.restart_round is None:
+        note = Note(Reason.RESUMED, "spec.suspend is false")
+        status = world.with_condition(status, JobCondition.SUSPENDED, False, *note)
+        return written(world, status, [], "the job is resumed")
+    return writes.resume(world)

@@ -25,7 +25,7 @@ Which rule, and which restart (`plan`); the first that fits decides the pass
 7. Too many checkpoints are quarantined, or maxRestarts is spent: the job fails.
 8. The round has no restore point yet: it also replaces what was lost since (ADR 0008).
 9. The gang fails repeatedly from one step: back-off (evidence.py).
-10. A new round, in place: only the pods that failures replace are new (new_rounds.py). It quarantines a
+10. A new round, in place: only the pods that failures replace are new (writes.py). It quarantines a
     checkpoint after quarantineAfter failures (evidence.py), and its pods avoid nodes on which workers
     failed (nodes.py).
 """
@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.api import MAX_QUARANTINED, FailureAction, FailureRule, JobCondition
 from holdfast_core.ids import Worker
-from holdfast_operator.decide import checkpoints, lifecycle, new_rounds
+from holdfast_operator.decide import checkpoints, ends, writes
 from holdfast_operator.decide.facts import evidence, readable, sizes
 from holdfast_operator.decide.facts.evidence import ALL_LOST_SECONDS, CANNOT_START, Failure, Ruling
 from holdfast_operator.decide.facts.nodes import leaving_taint
@@ -61,8 +61,7 @@ from holdfast_operator.decide.writes import (
 )
 from holdfast_operator.model.actions import Decision, warning
 from holdfast_operator.model.job import Done, PodPhase, PodView, Seen
-from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.wording import first_cause, how_it_ended
+from holdfast_operator.model.reasons import Reason, first_cause, how_it_ended
 
 ENDING_SECONDS = 60.0
 """Time in which all pods of a gang end after the first of them has succeeded."""
@@ -119,7 +118,7 @@ KINDS = {
     Reason.HUNG: Kind(of_node=True),
     Reason.SIDECAR_UNREACHABLE: Kind(of_node=True),
     Reason.POD_SUCCEEDED_EARLY: Kind(),
-    # The gang was asked to stop, and starts again in its pods (lifecycle.stopped_for_nothing).
+    # The gang was asked to stop, and starts again in its pods (ends.stopped_for_nothing).
     Reason.RESUMED: Kind(),
     Reason.NOT_PERSISTED: Kind(),
 }
@@ -135,7 +134,7 @@ def find(world: World) -> tuple[Failure, ...]:
     of_members = (_of_member(world, member) for member in world.members)
     found += [failure for failure in of_members if failure is not None]
     found += [*_of_ranks(world), *_of_hang(world), *_of_restore(world)]
-    return tuple(sorted(found, key=_severity)) or lifecycle.stopped_for_nothing(world)
+    return tuple(sorted(found, key=_severity)) or ends.stopped_for_nothing(world)
 
 
 def _severity(failure: Failure) -> int:
@@ -168,7 +167,7 @@ def _of_member(world: World, member: MemberState) -> Failure | None:
         return replace(failure, confirm_gone=name)
     if member.node_lost:
         return _of_lost_node(world, member, pod)
-    if pod.leaving and lifecycle.may_drain(world, pod):
+    if pod.leaving and ends.may_drain(world, pod):
         return None
     if pod.disrupted or (
         pod.phase is PodPhase.FAILED and pod.reason in _EVICTED and not pod.exceeded_own_limit
@@ -373,7 +372,7 @@ def plan(world: World, failures: tuple[Failure, ...]) -> Decision:
         world.remember(cause_known_at=world.now.monotonic)
     refused = None if disrupted else _of_first_start(world, failures)
     if refused is not None:  # 5
-        return new_rounds.go_back(world, refused)
+        return writes.go_back(world, refused)
     ruling = rule_on(world, failures)
     end = _end_of_job(world, ruling)
     if end is not None:  # 6 and 7
@@ -437,7 +436,7 @@ def _gather_seconds(world: World, failures: tuple[Failure, ...]) -> float:
     other pod is left. While another pod still saves and flushes, the round does not begin: it would end
     the flush.
     """
-    if all(KINDS[f.reason].removed for f in failures) and lifecycle.drains(world):
+    if all(KINDS[f.reason].removed for f in failures) and ends.drains(world):
         return DRAIN_POLL_SECONDS
     lost = {f.worker for f in failures if KINDS[f.reason].lost}
     if not lost or not any(m.alive and m.worker not in lost for m in world.members):
@@ -595,7 +594,7 @@ def _take_in(world: World, ruling: Ruling) -> Decision:
     record, cause = world.status.last_recovery, ruling.failures[0]
     order: list[str] = [str(r) for r in KINDS]
     known = [r for r in (record.reason if record else "", cause.reason) if r in order]
-    status = new_rounds.with_taken_in(world, ruling, min(known, key=order.index))
+    status = writes.with_taken_in(world, ruling, min(known, key=order.index))
     text = f"round {world.round} also replaces what was lost since: {ruling.text}"
     event = warning(cause.reason, text)
     seen = {k: at for k, at in world.memory.seen.items() if k[0] is not Seen.SCHEDULED}
@@ -612,7 +611,7 @@ def _back_off(world: World, cause: Failure, delay_seconds: float) -> Decision:
 
 
 def _restart(world: World, ruling: Ruling) -> Decision:
-    status = new_rounds.next_round(world, ruling)
+    status = writes.next_round(world, ruling)
     fault = recovery.fault_at(world, ruling.failures)
     if status.last_recovery is not None:
         status = status.with_recovery(recovery.begun(status.last_recovery, fault, world))

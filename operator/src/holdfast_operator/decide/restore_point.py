@@ -36,8 +36,7 @@ from holdfast_core.messages.schema import UncommittedShard
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.world import MemberState, Note, World, on_lineage
 from holdfast_operator.model.job import Done, Seen
-from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.wording import first_of
+from holdfast_operator.model.reasons import Reason, first_of
 
 Saved = tuple[UncommittedShard, ...]
 """The shards of one step of all ranks of a worker, in order of the ranks."""

@@ -31,20 +31,18 @@ from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.decide import ends
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.queue import leaving
+from holdfast_operator.decide.facts.scheduling import leaving
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.kube.leadership import LeaseThread
-from holdfast_operator.loop.checks import Owners, SilenceChecks, TemplateChecks
-from holdfast_operator.loop.observe import Observer
+from holdfast_operator.loop.observe import Observer, Owners, SilenceChecks, TemplateChecks
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.workqueue import LongPasses, WorkQueue
 from holdfast_operator.model.actions import Delete, EventKind, described
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Now, Unreadable
 from holdfast_operator.model.ownership import Key, KeyKind, gang_key, store_key
-from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.wording import first_of
+from holdfast_operator.model.reasons import Reason, first_of
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient
@@ -424,8 +422,8 @@ class Controller:
 async def release_pods(cache: ClusterCache, cluster: Cluster, key: Key) -> None:
     """Remove Kueue's finalizer from deleted pods whose job has no pass: it is gone, or cannot be parsed.
 
-    The pass of the job does this for all other pods (decide/facts/queue.py). Nothing else is decided about
-    pods of jobs that are gone, because the garbage collector deletes them. Raises HoldfastError where a call
+    The pass of the job does this for all other pods (scheduling.due). Nothing else is decided about pods of
+    jobs that are gone, because the garbage collector deletes them. Raises HoldfastError where a call
     fails; the queue then retries the key.
     """
     for action in leaving(cache.pods_without_pass(key)):

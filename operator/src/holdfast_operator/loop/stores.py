@@ -30,8 +30,7 @@ from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import store_config, store_view
 from holdfast_operator.model.ownership import PROBE_PREFIX
-from holdfast_operator.render.objects import owner_reference
-from holdfast_operator.render.pod import HOLDFAST_GROUP, store_sources
+from holdfast_operator.model.render import HOLDFAST_GROUP, owner_reference, store_sources
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.records import ProbePod
 

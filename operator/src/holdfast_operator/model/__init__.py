@@ -1,4 +1,4 @@
-"""The operator's view of one job, the actions of a decision, and the labels, keys and reasons of both.
+"""The operator's view of one job, the actions of a decision, and the objects, labels and reasons of both.
 
-Values and protocols only.
+Values, protocols and pure builders only.
 """

@@ -6,7 +6,7 @@ policy refuses the same templates when they are written. These rules also apply 
 and before every later creation of a pod.
 
 Types: the CRD keeps the template as it is, so a user may write `env` as a map or `memory: 4GB`. The API
-server checks a whole pod (loop/checks.py), but it may be away, and the template can be edited at any
+server checks a whole pod (loop/observe.py), but it may be away, and the template can be edited at any
 time. Code that renders or reads a template relies on this check: it raises for no template that passes.
 
 Digests: each pod has digests of the parts of the spec that it got when it was created in an annotation. A

@@ -31,12 +31,17 @@ from holdfast_core.messages.schema import (
 from holdfast_operator.model.actions import Call, CallPath, OutgoingRound
 from holdfast_operator.model.job import AckedRound, PodView, Reachable, SidecarView
 from holdfast_operator.model.ownership import Key
-from holdfast_operator.sidecars.client import SidecarClient, SidecarRefused, Target
-from holdfast_operator.sidecars.limits import Allowance, CallSlots
-from holdfast_operator.sidecars.poll import CoordinatorPolls
+from holdfast_operator.sidecars.client import (
+    Allowance,
+    CallSlots,
+    SidecarClient,
+    SidecarRefused,
+    Target,
+)
 from holdfast_operator.sidecars.state import (
     MAX_LOG_CHARACTERS,
     Answers,
+    CoordinatorPolls,
     JobCalls,
     Manifests,
     PodCalls,

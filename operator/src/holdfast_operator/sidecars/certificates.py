@@ -33,7 +33,7 @@ from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model import labels
-from holdfast_operator.render.objects import certificate_items, render_secret
+from holdfast_operator.model.render import certificate_items, render_secret
 
 NOT_BEFORE = datetime(1970, 1, 1, tzinfo=UTC)
 NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)

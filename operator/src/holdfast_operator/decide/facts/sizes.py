@@ -37,7 +37,7 @@ from holdfast_operator.decide.facts.world import Note, World, asked_for, is_over
 from holdfast_operator.model.actions import Delete, DesiredObject
 from holdfast_operator.model.job import Done, Seen, queue_of
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.render.pod import render_placeholder
+from holdfast_operator.model.render import render_placeholder
 
 
 def elastic_of(job: Gang) -> ElasticSpec | None:

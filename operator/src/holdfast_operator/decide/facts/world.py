@@ -42,10 +42,10 @@ from holdfast_operator.model.job import (
     SidecarView,
     queue_of,
 )
-from holdfast_operator.model.pod_source import PodSource, pod_source
+from holdfast_operator.model.ownership import PodSource, pod_source
 from holdfast_operator.model.reasons import Reason
+from holdfast_operator.model.render import render_pod
 from holdfast_operator.model.template import pod_spec
-from holdfast_operator.render.pod import render_pod
 
 MAX_MESSAGE_CHARACTERS = 1024
 _NOTHING_REPORTED = CoordinatorState(version=0, round=RestartRound(0))

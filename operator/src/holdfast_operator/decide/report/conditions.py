@@ -49,8 +49,7 @@ from holdfast_operator.model.actions import (
     warning,
 )
 from holdfast_operator.model.job import PodPhase, Reachable, Unreadable
-from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.wording import first_cause, first_of
+from holdfast_operator.model.reasons import Reason, first_cause, first_of
 
 NAMED_CHECKPOINTS = 8
 

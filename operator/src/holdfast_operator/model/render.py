@@ -1,10 +1,11 @@
-"""The pod of a worker: the user's template with the additions that Holdfast requires. Pure.
+"""Builders of the objects of a job, as plain dicts: the same input gives the same bytes. Pure.
 
-The additions are the native sidecar container, its shared memory with the trainer, its node volume, its
-certificates, the store's keys, and the environment of the pod contract. The operator overwrites
-restartPolicy, hostname, subdomain, automountServiceAccountToken and the variables of the contract. In the
-security context the template's fields take precedence, and the restricted Pod Security profile fills in the
-others. The operator adds no privilege to the trainer.
+The pod of a worker is the user's template with the additions that Holdfast requires. These are the native
+sidecar container, its shared memory with the trainer, its node volume, its certificates, the store's keys,
+and the environment of the pod contract. The operator overwrites restartPolicy, hostname, subdomain,
+automountServiceAccountToken and the variables of the contract. In the security context the template's fields
+take precedence, and the restricted Pod Security profile fills in the others. The operator adds no privilege
+to the trainer.
 
 The placeholder of a missing worker and the additions to pods of another controller are made of the same
 parts.
@@ -18,10 +19,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from holdfast_core.api import (
+    API_VERSION,
+    Checkpoint,
     CheckpointAdoption,
+    CheckpointStatus,
+    CheckpointStore,
+    DeletionPolicy,
     Gang,
     InjectionStatus,
     Variable,
+    merge_patch,
     parse_quantity_bytes,
 )
 from holdfast_core.contract import (
@@ -40,7 +47,7 @@ from holdfast_core.contract import (
     SidecarContract,
     WorkerContract,
 )
-from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.names import (
     CERTIFICATES_IN_SECRET,
     certificates_secret_name,
@@ -49,17 +56,192 @@ from holdfast_core.names import (
     service_name,
 )
 from holdfast_operator.model import labels
-from holdfast_operator.model.installation import SidecarSettings
+from holdfast_operator.model.installation import SidecarSettings, WorkerNetwork
 from holdfast_operator.model.job import PodGroup, StoreView
-from holdfast_operator.model.pod_source import certificates_prefix
+from holdfast_operator.model.ownership import certificates_prefix
 from holdfast_operator.model.template import grace_of, part_digests, to_annotation
-from holdfast_operator.render.objects import (
-    certificate_items,
-    group_annotations,
-    group_labels,
-    owner_reference,
-    worker_labels,
-)
+
+
+def certificate_items(pod: str) -> tuple[tuple[str, str], ...]:
+    """Return pairs (key in the Secret, file name in contract.CERTS_DIR) that this pod mounts.
+
+    They are the CA's certificate, and the certificate and key of the pod's leaf.
+    """
+    return (("ca.crt", "ca.crt"), (f"{pod}.crt", "tls.crt"), (f"{pod}.key", "tls.key"))
+
+
+def job_labels(job: Gang) -> dict[str, str]:
+    return {
+        labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
+        labels.JOB_NAME: job.name,
+        labels.JOB_UID: job.uid,
+    }
+
+
+def worker_labels(job: Gang, worker: Worker, birth_round: RestartRound) -> dict[str, str]:
+    return {
+        **job_labels(job),
+        labels.COMPONENT: labels.COMPONENT_WORKER,
+        labels.WORKER: str(worker),
+        labels.BIRTH_ROUND: str(birth_round),
+    }
+
+
+def group_labels(group: PodGroup | None) -> dict[str, str]:
+    """Return the labels by which Kueue holds a pod back until it admits the whole group."""
+    if group is None:
+        return {}
+    queue_labels = {labels.QUEUE_NAME: group.queue, labels.POD_GROUP: group.name}
+    if group.priority_class is not None:
+        queue_labels[labels.QUEUE_PRIORITY] = group.priority_class
+    return queue_labels
+
+
+def group_annotations(group: PodGroup | None) -> dict[str, str]:
+    """Return the annotations that Kueue requires of each pod of a group."""
+    if group is None:
+        return {}
+    return {labels.POD_GROUP_COUNT: str(group.pods), labels.ROLE_HASH: labels.ROLE_WORKER}
+
+
+def owner_reference(owner: Gang | CheckpointStore) -> dict[str, Any]:
+    """Return the controller reference by which an object is deleted with its owner."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": owner.KIND,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def _metadata(job: Gang, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": job_labels(job),
+        "ownerReferences": [owner_reference(job)],
+    }
+
+
+def render_service(job: Gang) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": labels.SERVICE,
+        "metadata": _metadata(job, service_name(job.name, job.uid)),
+        "spec": {
+            "clusterIP": "None",
+            # Ranks rendezvous before their pods are ready.
+            "publishNotReadyAddresses": True,
+            "selector": {labels.JOB_UID: job.uid},
+            "ports": [{"name": "control", "port": CONTROL_PORT, "protocol": "TCP"}],
+        },
+    }
+
+
+def render_network_policy(job: Gang, network: WorkerNetwork) -> dict[str, Any]:
+    workers = {"matchLabels": {labels.JOB_UID: job.uid}}
+    operator = {
+        "namespaceSelector": {
+            "matchLabels": {"kubernetes.io/metadata.name": network.operator_namespace}
+        },
+        "podSelector": {"matchLabels": dict(network.operator_labels)},
+    }
+    metrics: dict[str, Any] = {"ports": [{"port": METRICS_PORT, "protocol": "TCP"}]}
+    if network.metrics_from:
+        metrics["from"] = list(network.metrics_from)
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": labels.NETWORK_POLICY,
+        "metadata": _metadata(job, service_name(job.name, job.uid)),
+        "spec": {
+            "podSelector": workers,
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": workers}]},
+                {"from": [operator], "ports": [{"port": CONTROL_PORT, "protocol": "TCP"}]},
+                metrics,
+            ],
+        },
+    }
+
+
+def render_disruption_budget(job: Gang, workers: int) -> dict[str, Any]:
+    return {
+        "apiVersion": "policy/v1",
+        "kind": labels.DISRUPTION_BUDGET,
+        "metadata": _metadata(job, service_name(job.name, job.uid)),
+        "spec": {
+            # For pods without a scale subresource, Kubernetes accepts a number of minAvailable only
+            # (https://kubernetes.io/docs/tasks/run-application/configure-pdb).
+            "minAvailable": workers - 1,
+            "selector": {"matchLabels": {labels.JOB_UID: job.uid}},
+            "unhealthyPodEvictionPolicy": "IfHealthyBudget",
+        },
+    }
+
+
+def standing_objects(job: Gang, workers: int, sidecar: SidecarSettings) -> list[dict[str, Any]]:
+    """Return NetworkPolicy, Service and PodDisruptionBudget of a gang of this number of workers."""
+    network = sidecar.network
+    policies = [] if network is None else [render_network_policy(job, network)]
+    return [*policies, render_service(job), render_disruption_budget(job, workers)]
+
+
+def render_certificates(job: Gang, name: str) -> dict[str, Any]:
+    return render_secret(_metadata(job, name))
+
+
+def render_secret(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an immutable Secret without its data, which only the edge has."""
+    return {
+        "apiVersion": "v1",
+        "kind": labels.SECRET,
+        "type": "Opaque",
+        "immutable": True,
+        "metadata": dict(metadata),
+    }
+
+
+def render_checkpoint(job: Gang, name: str, step: Step, status: CheckpointStatus) -> dict[str, Any]:
+    """Return the object that records a commit. Its status is written after its creation."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": Checkpoint.KIND,
+        "metadata": {"name": name, "namespace": job.namespace, "labels": job_labels(job)},
+        "spec": {
+            "jobRef": {"name": job.name},
+            "step": step,
+            "deletionPolicy": DeletionPolicy.RETAIN.value,
+        },
+        "status": merge_patch(status),
+    }
+
+
+def render_change(
+    checkpoint: Checkpoint,
+    status: CheckpointStatus,
+    step: Step | None = None,
+    finalizers: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Return the change of a Checkpoint: its status, and before it spec.step and finalizers if given."""
+    body: dict[str, Any] = {
+        "apiVersion": API_VERSION,
+        "kind": Checkpoint.KIND,
+        "metadata": {
+            "name": checkpoint.name,
+            "namespace": checkpoint.namespace,
+            "resourceVersion": checkpoint.resource_version,
+        },
+        "status": merge_patch(status),
+    }
+    if step is not None:
+        body["spec"] = {"step": step}
+    if finalizers:
+        body["metadata"]["finalizers"] = list(finalizers)
+    return body
+
 
 HOLDFAST_GROUP = 65532
 """User and group of the sidecar, and default fsGroup of the pod: both containers share files by group."""
