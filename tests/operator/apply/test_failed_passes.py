@@ -29,7 +29,11 @@ class Bed:
         self.passes = Reports(cluster, Events(cluster, clock), clock)
 
     async def fail(self, error: Exception) -> None:
-        await self.passes.failed(self.job, error)
+        """Run a pass that raises this error. The queue must get it, so that it repeats the pass."""
+        with pytest.raises(type(error)) as raised:
+            async with self.passes.of_pass(self.job):
+                raise error
+        assert raised.value is error
 
     async def fail_actions(self, error: ActionsFailed) -> None:
         """Run a pass in which actions fail."""

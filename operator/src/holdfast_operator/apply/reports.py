@@ -8,7 +8,8 @@ with the resourceVersion of that read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,15 @@ class Reports:
         if known is not None and known.is_false:
             text = "the last pass over this job succeeded"
             await self._reconciled(job, ConditionStatus.TRUE, Reason.PASS_SUCCEEDED, text)
+
+    @asynccontextmanager
+    async def of_pass(self, job: Gang) -> AsyncIterator[None]:
+        """Report an exception that ends the pass in this context. The queue gets it and repeats the pass."""
+        try:
+            yield
+        except Exception as error:
+            await self.failed(job, error)
+            raise
 
     async def failed(self, job: Gang, error: Exception) -> None:
         """Report what a pass has raised, once for each text and job."""

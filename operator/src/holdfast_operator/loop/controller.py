@@ -256,11 +256,8 @@ class Controller:
         if wait is not None:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
-        try:
+        async with self._reports.of_pass(job):
             applied = await self._pass(key, job)
-        except Exception as error:
-            await self._reports.failed(job, error)
-            raise
         await self._reports.ended(job, applied.error)
         if not applied.complete:
             raise self._incomplete(key, job, applied)
