@@ -15,7 +15,7 @@ from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics, PlainPorts
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.api import KubeAccess, KubeApi, load_access
-from holdfast_operator.kube.leadership import Leadership, LeaseName, LeaseThread, LeaseTimes
+from holdfast_operator.kube.leadership import Leadership, LeaseName, LeaseThread
 from holdfast_operator.loop.controller import Controller
 from holdfast_operator.loop.handlers import HandlerInputs, run_kopf
 
@@ -69,8 +69,7 @@ async def run(settings: Settings, access: KubeAccess) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     lease_api = KubeApi(access)
     lease = LeaseName(settings.operator_namespace, settings.lease_name)
-    times = LeaseTimes(settings.lease_seconds)
-    leadership = Leadership(lease_api, lease, settings.pod_name, clock, times)
+    leadership = Leadership(lease_api, lease, settings.pod_name, clock, settings.lease_seconds)
     api = KubeApi(access, leadership.check)
     await api.start()
     controller = Controller(settings, api, LeaseThread(leadership, lease_api), clock, metrics)

@@ -18,7 +18,6 @@ from holdfast_operator.kube.leadership import (
     Leadership,
     LeaseLostError,
     LeaseName,
-    LeaseTimes,
 )
 
 NAME = LeaseName("holdfast-system", "holdfast")
@@ -76,8 +75,7 @@ class Election:
     async def start(
         self, name: str, clock: ManualClock | None = None, lease_seconds: int = LEASE_SECONDS
     ) -> Process:
-        times = LeaseTimes(lease_seconds)
-        leadership = Leadership(self.api, NAME, name, clock or self.clock, times)
+        leadership = Leadership(self.api, NAME, name, clock or self.clock, lease_seconds)
         process = Process(leadership, asyncio.create_task(leadership.run()))
         self.processes.append(process)
         await settle()

@@ -71,26 +71,24 @@ class Metrics:
             "Share of a job's time that was spent on training that no failure undid.",
             _JOB,
         )
-        self._silent = gauge(
-            "holdfast_job_sidecars_unreachable",
-            "1 while condition SidecarsUnreachable of the job is true, else 0.",
-            _JOB,
-        )
-        self._missing = gauge(
-            "holdfast_job_checkpoint_missing",
-            "1 while condition CheckpointMissing of the job is true, else 0. A job that never missed a "
-            "checkpoint has no series.",
-            _JOB,
-        )
-        self._queued = gauge(
-            "holdfast_job_queued",
-            "1 while condition Queued of the job is true, else 0. A job that was in no queue has no series.",
-            _JOB,
-        )
         self._conditions = {
-            JobCondition.SIDECARS_UNREACHABLE: self._silent,
-            JobCondition.CHECKPOINT_MISSING: self._missing,
-            JobCondition.QUEUED: self._queued,
+            JobCondition.SIDECARS_UNREACHABLE: gauge(
+                "holdfast_job_sidecars_unreachable",
+                "1 while condition SidecarsUnreachable of the job is true, else 0.",
+                _JOB,
+            ),
+            JobCondition.CHECKPOINT_MISSING: gauge(
+                "holdfast_job_checkpoint_missing",
+                "1 while condition CheckpointMissing of the job is true, else 0. A job that never missed a "
+                "checkpoint has no series.",
+                _JOB,
+            ),
+            JobCondition.QUEUED: gauge(
+                "holdfast_job_queued",
+                "1 while condition Queued of the job is true, else 0. A job that was in no queue has no "
+                "series.",
+                _JOB,
+            ),
         }
         self._spares = gauge(
             "holdfast_job_spares_ready",
@@ -102,13 +100,13 @@ class Metrics:
             "Spare pods that have taken the place of lost workers of the job.",
             _JOB,
         )
-        self._reconcile = histogram(
+        self.pass_seconds = histogram(
             "holdfast_reconcile_seconds",
             "Seconds of one pass over one object.",
             ("kind",),
             buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30),
         )
-        self._failures = counter(
+        self.failed_passes = counter(
             "holdfast_reconcile_errors",
             "Passes that ended with an error. The operator repeats them.",
             ("kind",),
@@ -121,7 +119,7 @@ class Metrics:
             ),
             ("part",),
         )
-        self._dropped = counter(
+        self.dropped_connections = counter(
             "holdfast_connections_dropped",
             (
                 "Connections to a port of the operator that were closed early: too many connections "
@@ -129,28 +127,28 @@ class Metrics:
             ),
             ("port", "reason"),
         )
-        self._depth = gauge(
+        self.queue_depth = gauge(
             "holdfast_queue_depth",
             "Keys in the work queue that wait for a worker.",
         )
-        self._leads = gauge(
+        self.leads = gauge(
             "holdfast_operator_leads",
             "1 while this operator process holds the lease and works on jobs, 0 while it is a standby.",
         )
-        self._watch_age = gauge(
+        self.watch_age_seconds = gauge(
             "holdfast_watch_age_seconds",
             "Seconds since the watch last delivered an event.",
             ("watch",),
         )
 
-        self._foreign_pods = gauge(
+        self.foreign_pods = gauge(
             "holdfast_foreign_pods",
             (
                 "Pods with Holdfast's label that no TrainingJob or CheckpointStore controls. The "
                 "operator ignores them."
             ),
         )
-        self._leases_in_doubt = gauge(
+        self.leases_in_doubt = gauge(
             "holdfast_leases_in_doubt",
             (
                 "Late node leases while most are late at the same time. They show no lost node then: "
@@ -167,28 +165,8 @@ class Metrics:
         )
         self._unreadable_kinds: set[str] = set()
 
-    def passed(self, kind: str, seconds: float) -> None:
-        self._reconcile.labels(kind).observe(seconds)
-
-    def failed(self, kind: str) -> None:
-        self._failures.labels(kind).inc()
-
     def unexpected(self, part: str) -> None:
         self._unexpected.labels(part).inc()
-
-    def dropped_connection(self, port: str, reason: str) -> None:
-        self._dropped.labels(port, reason).inc()
-
-    def depth(self, read: Callable[[], float]) -> None:
-        """Set the function that returns the depth of the queue at each scrape."""
-        self._depth.set_function(read)
-
-    def leads(self, read: Callable[[], bool]) -> None:
-        """Set the function that returns at each scrape whether this process leads."""
-        self._leads.set_function(read)
-
-    def watch_age(self, watch: str, seconds: float) -> None:
-        self._watch_age.labels(watch).set(seconds)
 
     def status_written(self, job: Gang, new: TrainingJobStatus) -> None:
         """Count what is new in a status that was written: a round, phases of a recovery, lost steps.
@@ -226,12 +204,6 @@ class Metrics:
             known = new.condition(kind)
             if known is not None or kind is JobCondition.SIDECARS_UNREACHABLE:
                 gauge.labels(job.namespace, job.name).set(new.is_true(kind))
-
-    def foreign_pods(self, count: int) -> None:
-        self._foreign_pods.set(count)
-
-    def leases_in_doubt(self, count: int) -> None:
-        self._leases_in_doubt.set(count)
 
     def unreadable(self, counts: Mapping[str, int]) -> None:
         """Set the numbers of objects that cannot be parsed, by kind. Kinds not in `counts` become 0."""
@@ -302,7 +274,7 @@ class PlainPorts:
         self.health_port = 0
 
     def _closed(self, port: str, reason: str, message: str) -> None:
-        self._metrics.dropped_connection(port, reason)
+        self._metrics.dropped_connections.labels(port, reason).inc()
         self._log_changes.warning_once(reason, message, port=port)
 
     async def start(self, host: str, metrics_port: int, health_port: int) -> None:

@@ -2,7 +2,7 @@
 
 1. A process reads the lease. It takes a lease that has no holder, or whose record has not changed for the
    duration that its holder set.
-2. The leader renews the lease. It may write for `LeaseTimes.write_seconds` after the beginning of the last
+2. The leader renews the lease. It may write for WRITE_SHARE of its duration after the beginning of the last
    renewal that succeeded, which is less than the lease's duration, so it has stopped before another process
    can take the lease.
 3. A process that ends in order gives the lease back.
@@ -18,7 +18,9 @@ which that loop answers, fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -28,43 +30,67 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.base import logs
 from holdfast_operator.base.settings import DEFAULT_LEASE_SECONDS
-from holdfast_operator.base.threads import LoopThread
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.kube.cluster import CONFLICT, NOT_FOUND
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseTimes:
-    """Duration of the lease, and the times that follow from it."""
+class LoopThread:
+    """A daemon thread that runs one coroutine: it does not keep the process alive.
 
-    lease_seconds: int = DEFAULT_LEASE_SECONDS
+    Call all methods in the event loop that has called `start`.
 
-    @property
-    def write_seconds(self) -> float:
-        return 0.7 * self.lease_seconds
+    Args:
+        work: The coroutine's function. Its argument is set when the coroutine is to end.
+    """
 
-    @property
-    def renew_seconds(self) -> float:
-        return 0.2 * self.lease_seconds
+    def __init__(
+        self, name: str, work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._name = name
+        self._work = work
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._ended: asyncio.Future[BaseException | None] | None = None
 
-    @property
-    def standby_seconds(self) -> float:
-        """Pause between two reads of a standby."""
-        return 0.1 * self.lease_seconds
+    def start(self) -> None:
+        caller = asyncio.get_running_loop()
+        self._ended = caller.create_future()
+        threading.Thread(target=self._run, args=(caller,), name=self._name, daemon=True).start()
 
-    @property
-    def request_seconds(self) -> float:
-        """Time-out of a turn, which reads the lease and may write it."""
-        return 0.3 * self.lease_seconds
+    async def ended(self) -> BaseException | None:
+        """Wait for the end of the coroutine, and return its error. Return None if it was never started."""
+        return None if self._ended is None else await asyncio.shield(self._ended)
 
-    @property
-    def gap_seconds(self) -> float:
-        """Longest time between two reads of a standby over which an unchanged lease counts as not renewed.
+    def stop(self) -> None:
+        """Request the end of the coroutine, which may have ended already."""
+        with contextlib.suppress(RuntimeError):  # its event loop is closed
+            self._loop.call_soon_threadsafe(self._stop.set)
 
-        After a longer one, for example after an outage of the API server, the leader has the whole duration
-        of the lease again.
-        """
-        return 0.5 * self.lease_seconds
+    def _run(self, caller: asyncio.AbstractEventLoop) -> None:
+        error: BaseException | None = None
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._work(self._stop))
+        except BaseException as failure:  # noqa: BLE001 - `ended` returns it in the caller's loop
+            error = failure
+        with contextlib.suppress(RuntimeError):  # the process ends, and the caller's loop is closed
+            caller.call_soon_threadsafe(self._report, error)
+
+    def _report(self, error: BaseException | None) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(error)
+
+
+WRITE_SHARE = 0.7
+RENEW_SHARE = 0.2
+STANDBY_SHARE = 0.1
+"""Pause between two reads of a standby."""
+REQUEST_SHARE = 0.3
+"""Time-out of a turn, which reads the lease and may write it."""
+GAP_SHARE = 0.5
+"""Longest time between two reads of a standby over which an unchanged lease counts as not renewed. After a
+longer one, for example after an outage of the API server, the leader has the whole duration of the lease
+again. All of these are shares of the lease's duration."""
 
 
 class LeaseLostError(HoldfastError):
@@ -104,7 +130,7 @@ class Leadership:
         api: Session of the lease alone. It may write at any time.
         identity: Name of this process. A process that has the name of the holder takes the lease at once,
             so a container that is restarted in its pod does not wait.
-        times: The duration that this process sets when it leads. A standby waits for that of the leader.
+        seconds: The duration that this process sets when it leads. A standby waits for that of the leader.
     """
 
     def __init__(
@@ -113,9 +139,9 @@ class Leadership:
         lease: LeaseName,
         identity: str,
         clock: Clock,
-        times: LeaseTimes = LeaseTimes(),
+        seconds: int = DEFAULT_LEASE_SECONDS,
     ) -> None:
-        self._times = times
+        self._seconds = seconds
         self._api = api
         self._lease = lease
         self._identity = identity
@@ -138,25 +164,25 @@ class Leadership:
                 None,
                 "NotLeading",
                 f"the request is not sent: this process has not renewed the lease {self._lease} for "
-                f"{self._times.write_seconds:.0f} s, so another operator may lead",
+                f"{WRITE_SHARE * self._seconds:.0f} s, so another operator may lead",
             )
 
     async def run(self) -> None:
         """Take the lease and renew it, until cancelled. Raises LeaseLostError if another process took it."""
-        times = self._times
+        request_seconds = REQUEST_SHARE * self._seconds
         while True:
             try:
-                async with asyncio.timeout(times.request_seconds):
+                async with asyncio.timeout(request_seconds):
                     await self._turn()
                 if self._log_changes.forget("fault"):
                     logs.info(f"requests for the lease {self._lease} work again")
             except LeaseLostError:
                 raise
             except (HoldfastError, TimeoutError) as error:
-                text = str(error) or f"no answer within {times.request_seconds:.1f} s"
+                text = str(error) or f"no answer within {request_seconds:.1f} s"
                 self._log_changes.warning("fault", f"the lease {self._lease}: {text}")
             leads = self.gained.is_set()
-            await self._clock.sleep(times.renew_seconds if leads else times.standby_seconds)
+            await self._clock.sleep((RENEW_SHARE if leads else STANDBY_SHARE) * self._seconds)
 
     async def release(self) -> None:
         """Stop writing and give the lease back, so that another process can take it at once.
@@ -167,7 +193,7 @@ class Leadership:
         if not self.gained.is_set():
             return
         try:
-            async with asyncio.timeout(self._times.request_seconds):
+            async with asyncio.timeout(REQUEST_SHARE * self._seconds):
                 while not await self._given_back():
                     pass
         except (HoldfastError, TimeoutError) as error:
@@ -210,7 +236,7 @@ class Leadership:
         else:
             self._log_changes.info("standby", f"this process is a standby, {_holder(raw)} leads")
             return
-        self._write_until = begun + self._times.write_seconds
+        self._write_until = begun + WRITE_SHARE * self._seconds
         if not self.gained.is_set():
             logs.info("this process leads", lease=str(self._lease), identity=self._identity)
             self.gained.set()
@@ -218,11 +244,11 @@ class Leadership:
     def _not_renewed(self, raw: Mapping[str, Any]) -> bool:
         now, version = self._clock.monotonic(), str(raw["metadata"]["resourceVersion"])
         seen = self._seen
-        if seen is None or seen.version != version or now - seen.last > self._times.gap_seconds:
+        if seen is None or seen.version != version or now - seen.last > GAP_SHARE * self._seconds:
             self._seen = _ForeignRecord(version, now, now)
             return False
         seen.last = now
-        duration = _spec(raw).get("leaseDurationSeconds") or self._times.lease_seconds
+        duration = _spec(raw).get("leaseDurationSeconds") or self._seconds
         return now - seen.first >= float(duration)
 
     # ------------------------------------------------------------------ requests
@@ -254,7 +280,7 @@ class Leadership:
     def _record(self) -> dict[str, Any]:
         return {
             "holderIdentity": self._identity,
-            "leaseDurationSeconds": self._times.lease_seconds,
+            "leaseDurationSeconds": self._seconds,
             "renewTime": self._stamp(),
         }
 

@@ -152,8 +152,8 @@ class Controller:
         self._memory: dict[JobUid, JobMemory] = {}
         self._log_changes = logs.Changed()
         self._tasks: set[asyncio.Task[None]] = set()
-        metrics.depth(lambda: self._queue.depth)
-        metrics.leads(lambda: leadership.leads)
+        metrics.queue_depth.set_function(lambda: self._queue.depth)
+        metrics.leads.set_function(lambda: leadership.leads)
 
     def enqueue(self, key: Key) -> None:
         """Request a pass over this object. Until this process leads, nothing is queued."""
@@ -239,7 +239,7 @@ class Controller:
                     self._queue.add_after(key, again)
             case _:
                 assert_never(key.kind)
-        self._metrics.passed(key.kind, self._clock.monotonic() - begun)
+        self._metrics.pass_seconds.labels(key.kind).observe(self._clock.monotonic() - begun)
 
     async def _job(self, key: Key) -> None:
         job = self._cache.jobs.get(key)
@@ -330,7 +330,7 @@ class Controller:
     def _pass_failed(self, key: Key, error: Exception) -> None:
         if isinstance(error, IncompletePass) and not error.failed:
             return  # a lagging watch or another writer is not an error
-        self._metrics.failed(key.kind)
+        self._metrics.failed_passes.labels(key.kind).inc()
         if isinstance(error, IncompletePass):
             return  # _incomplete has logged each failed action
         if isinstance(error, HoldfastError):
@@ -347,15 +347,16 @@ class Controller:
             now = self._clock.monotonic()
             for reflector in self._cache.reflectors:
                 if reflector.last_contact is not None:
-                    self._metrics.watch_age(reflector.collection.name, now - reflector.last_contact)
+                    age = now - reflector.last_contact
+                    self._metrics.watch_age_seconds.labels(reflector.collection.name).set(age)
             self._report_leases(self._cache.leases)
-            self._metrics.foreign_pods(self._cache.pods.foreign_count())
+            self._metrics.foreign_pods.set(self._cache.pods.foreign_count())
             hidden = self._cache.unreadable_objects()
             self._metrics.unreadable(Counter(u.kind for u in hidden))
 
     def _report_leases(self, leases: NodeLeases) -> None:
         late = leases.late_count
-        self._metrics.leases_in_doubt(late or 0)
+        self._metrics.leases_in_doubt.set(late or 0)
         if late is not None:
             text = (
                 f"{late} of {leases.count} node leases are late at the same time, so the API server or "

@@ -27,8 +27,8 @@ from holdfast_core.api import (
 from holdfast_core.clock import Clock
 from holdfast_operator.base import logs
 from holdfast_operator.base.settings import Settings
-from holdfast_operator.base.threads import LoopThread
 from holdfast_operator.kube.api import KubeAccess
+from holdfast_operator.kube.leadership import LoopThread
 from holdfast_operator.model.ownership import Key, adoption_key, job_key, store_key
 
 FIRST_DELAY_SECONDS = 1.0
