@@ -71,24 +71,26 @@ class Metrics:
             "Share of a job's time that was spent on training that no failure undid.",
             _JOB,
         )
+        self._silent = gauge(
+            "holdfast_job_sidecars_unreachable",
+            "1 while condition SidecarsUnreachable of the job is true, else 0.",
+            _JOB,
+        )
+        self._missing = gauge(
+            "holdfast_job_checkpoint_missing",
+            "1 while condition CheckpointMissing of the job is true, else 0. A job that never missed a "
+            "checkpoint has no series.",
+            _JOB,
+        )
+        self._queued = gauge(
+            "holdfast_job_queued",
+            "1 while condition Queued of the job is true, else 0. A job that was in no queue has no series.",
+            _JOB,
+        )
         self._conditions = {
-            JobCondition.SIDECARS_UNREACHABLE: gauge(
-                "holdfast_job_sidecars_unreachable",
-                "1 while condition SidecarsUnreachable of the job is true, else 0.",
-                _JOB,
-            ),
-            JobCondition.CHECKPOINT_MISSING: gauge(
-                "holdfast_job_checkpoint_missing",
-                "1 while condition CheckpointMissing of the job is true, else 0. A job that never missed a "
-                "checkpoint has no series.",
-                _JOB,
-            ),
-            JobCondition.QUEUED: gauge(
-                "holdfast_job_queued",
-                "1 while condition Queued of the job is true, else 0. A job that was in no queue has no "
-                "series.",
-                _JOB,
-            ),
+            JobCondition.SIDECARS_UNREACHABLE: self._silent,
+            JobCondition.CHECKPOINT_MISSING: self._missing,
+            JobCondition.QUEUED: self._queued,
         }
         self._spares = gauge(
             "holdfast_job_spares_ready",
