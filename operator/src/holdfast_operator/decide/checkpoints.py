@@ -147,7 +147,7 @@ def quarantine_marks(world: World) -> list[Action]:
             reason = Reason.QUARANTINED
             text = "ranks that restored it failed repeatedly; the job does not restore it"
         status = checkpoint.status.with_condition(kind, not marked, reason, text, world.now.utc)
-        actions.append(_change(checkpoint, status))
+        actions.append(DesiredObject(render_change(checkpoint, status)))
     return actions
 
 
@@ -155,7 +155,7 @@ def expire_requests(world: World) -> tuple[Action, ...]:
     """Return actions that expire the open requests to save of a job that has ended."""
     message = "the job ended before this was saved"
     return tuple(
-        _change(c, _in_phase(world, c, CheckpointPhase.EXPIRED, message=message))
+        _moved(world, c, CheckpointPhase.EXPIRED, message=message)
         for c in _open_requests(world)[:WRITES_PER_PASS]
     )
 
@@ -213,19 +213,21 @@ def _with_commit(
     return with_phase(status, committed, world.now, pinned=pinned, persisted=persisted)
 
 
-def _in_phase(
+def _moved(
     world: World,
     checkpoint: Checkpoint,
     phase: CheckpointPhase,
     *,
     reason: Reason | None = None,
     message: str = "",
-) -> CheckpointStatus:
-    """Return the status of this Checkpoint object in that phase. What it records does not change."""
+    finalizers: tuple[str, ...] = (),
+) -> DesiredObject:
+    """Return the change of this Checkpoint object to that phase. What it records does not change."""
     status, pinned, persisted = checkpoint.status, checkpoint.spec.pin, checkpoint.persisted
-    return with_phase(
+    status = with_phase(
         status, phase, world.now, pinned=pinned, persisted=persisted, reason=reason, message=message
     )
+    return DesiredObject(render_change(checkpoint, status, finalizers=finalizers))
 
 
 def _ranks_of(world: World, commit: PersistedStep) -> int | None:
@@ -271,8 +273,7 @@ def _requests(world: World) -> list[Action]:
     )
     for checkpoint in excess[:WRITES_PER_PASS]:
         expired, reason = CheckpointPhase.EXPIRED, Reason.TOO_MANY_REQUESTS
-        status = _in_phase(world, checkpoint, expired, reason=reason, message=message)
-        actions.append(_change(checkpoint, status))
+        actions.append(_moved(world, checkpoint, expired, reason=reason, message=message))
     world.remember(save_requests=tuple(save_requests.values()))
     return actions
 
@@ -314,7 +315,7 @@ def _request_save(
 def _in_progress(world: World, checkpoint: Checkpoint) -> list[Action]:
     if checkpoint.status.phase is CheckpointPhase.IN_PROGRESS:
         return []
-    return [_change(checkpoint, _in_phase(world, checkpoint, CheckpointPhase.IN_PROGRESS))]
+    return [_moved(world, checkpoint, CheckpointPhase.IN_PROGRESS)]
 
 
 def _open_requests(world: World) -> list[Checkpoint]:
@@ -370,9 +371,8 @@ def _finalizers(world: World) -> list[Action]:
     ]
     actions: list[Action] = []
     for checkpoint in bare[:WRITES_PER_PASS]:
-        status = _in_phase(world, checkpoint, CheckpointPhase.COMMITTED)
         finalizers = (*checkpoint.metadata.finalizers, Checkpoint.FINALIZER)
-        actions.append(DesiredObject(render_change(checkpoint, status, finalizers=finalizers)))
+        actions.append(_moved(world, checkpoint, CheckpointPhase.COMMITTED, finalizers=finalizers))
     return actions
 
 
@@ -445,8 +445,7 @@ def _retention(world: World) -> list[Action]:
     excess = [c for i, c in committed if i not in kept]
     for checkpoint in excess[:PRUNES_PER_PASS]:
         message = "pruned by spec.checkpoint.retention"
-        deleting = _in_phase(world, checkpoint, CheckpointPhase.DELETING, message=message)
-        actions.append(_change(checkpoint, deleting))
+        actions.append(_moved(world, checkpoint, CheckpointPhase.DELETING, message=message))
     return actions
 
 
@@ -463,10 +462,6 @@ def _prune(world: World, checkpoint: Checkpoint) -> list[Action]:
     calls = world.call_coordinator(CallPath.PRUNE, Prune(world.round, (point,)))
     name, uid, why = checkpoint.name, checkpoint.uid, "it is pruned, or a user has deleted it"
     return [Delete(Checkpoint.KIND, name, uid, why, data=call) for call in calls]
-
-
-def _change(checkpoint: Checkpoint, status: CheckpointStatus) -> DesiredObject:
-    return DesiredObject(render_change(checkpoint, status))
 
 
 def everything_recorded(world: World) -> bool:

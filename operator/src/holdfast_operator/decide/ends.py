@@ -92,7 +92,7 @@ def why_kept_after_the_end(world: World) -> Note | None:
     status = world.status
     if not status.is_true(JobCondition.FAILED):
         return None
-    untouched = all(m.pod is not None and not m.pod.terminating for m in world.members)
+    untouched = world.is_untouched
     return why_kept(world) if untouched or status.is_true(JobCondition.PODS_KEPT) else None
 
 
@@ -351,7 +351,7 @@ def completed(world: World) -> TrainingJobStatus | None:
         world.state.finished
         and status.restore_point is not None
         and not world.state.dead
-        and all(m.pod is not None and not m.pod.terminating for m in world.members)
+        and world.is_untouched
     )
     if not (finished or all_ended(world)) or not everything_recorded(world):
         return None
@@ -397,7 +397,7 @@ def must_withdraw(world: World) -> bool:
     That happens if the status says Suspended, no pod is deleted yet, and the gang has committed a step since:
     the operator was stopped in between, or the commit and the status write were concurrent.
     """
-    untouched = all(m.pod is not None and not m.pod.terminating for m in world.members)
+    untouched = world.is_untouched
     if not untouched or stopped_and_saved(world):
         return False
     return readable.lost_with_all_pods(world) is not None

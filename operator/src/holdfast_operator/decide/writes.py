@@ -221,7 +221,7 @@ def _begun(
 def next_round(world: World, ruling: Ruling) -> TrainingJobStatus:
     """Return the status that begins the next round after the failures of this ruling."""
     round_, cause = world.next_round, ruling.failures[0]
-    status = with_node_failures(with_levels(world.status, world), world, ruling, round_)
+    status = with_node_failures(with_levels(world.status, world), world, ruling)
     gone = {f.worker for f in ruling.failures if f.replace_pod}
     gone |= workers_to_move(world, status, ruling, gone)
     recent = kept_restarts(world)
@@ -234,7 +234,7 @@ def next_round(world: World, ruling: Ruling) -> TrainingJobStatus:
         recent = with_restart(recent, record)
         status = with_evidence(status, world, recent)
     if cause.reason is Reason.CHECKPOINT_MISSING:
-        status = with_missing_restore_point(status, world)
+        status = with_missing_restore_point(status)
     note = Note(cause.reason, f"round {round_}: {ruling.text}")
     status = _begun(
         status,
@@ -272,7 +272,7 @@ def with_taken_in(world: World, ruling: Ruling, reason: str) -> TrainingJobStatu
         reason: The first cause of the round and of these failures.
     """
     round_ = world.round
-    status = with_node_failures(world.status, world, ruling, round_)
+    status = with_node_failures(world.status, world, ruling)
     gone = {f.worker for f in ruling.failures}
     found = _recovery(world, round_, ruling.failures)
     record = status.last_recovery
@@ -377,7 +377,7 @@ def resume(world: World) -> Decision:
     """Return the decision that begins the round after a suspension. All of its pods are new."""
     round_, workers = world.next_round, sizes.next_workers(world)
     note = Note(Reason.RESUMED, f"round {round_}: spec.suspend is false again")
-    record, at = sizes.resized(world, workers, round_), world.now.utc
+    record, at = sizes.resized(world, workers), world.now.utc
     status = _with_new_pods(world, workers, note, resize=record, start_time=at)
     status = _with_recovery(status, world, note)
     status = world.with_condition(status, JobCondition.SUSPENDED, False, *note)
@@ -421,7 +421,7 @@ def resize_gang(world: World) -> Decision | None:
     elif workers < job.spec.workers:
         note = Note(Reason.RESIZED, f"elastic.min is {workers}, and {had}")
     round_ = world.next_round
-    status = _resized(world, workers, sizes.resized(world, workers, round_), note)
+    status = _resized(world, workers, sizes.resized(world, workers), note)
     text = f"round {round_} begins: {note.message}"
     return begin_round(world, status, normal(note.reason, text))
 
@@ -439,7 +439,7 @@ def shrink_gang(world: World) -> Decision | None:
     text = f"{scheduling.describe(world)}. The gang continues with {workers} of {world.spec.workers} workers"
     note = Note(Reason.SHRUNK, text)
     round_ = world.next_round
-    status = _resized(world, workers, sizes.resized(world, workers, round_), note)
+    status = _resized(world, workers, sizes.resized(world, workers), note)
     status = world.with_condition(status, JobCondition.WORKERS_MISSING, True, *note)
     text = f"round {round_} begins with {workers} workers"
     return begin_round(world, status, normal(Reason.ROUND_BEGAN, text))

@@ -63,24 +63,24 @@ class WorkerIdentity:
     """Whether the pod only looks for a node for this worker."""
 
 
-def controller_of(raw: Mapping[str, Any]) -> Owner | None:
-    """Return the controller of an object if its kind is in our API group, else None."""
+def any_controller(raw: Mapping[str, Any]) -> Owner | None:
+    """Return the controller of an object, of which it has one at most, or None."""
     references = (raw.get("metadata") or {}).get("ownerReferences")
     for reference in references if isinstance(references, list) else []:
-        if not isinstance(reference, Mapping) or reference.get("controller") is not True:
-            continue
-        found = _owner(reference)
-        return found if found.group == GROUP else None  # an object has one controller at most
+        if isinstance(reference, Mapping) and reference.get("controller") is True:
+            return Owner(
+                kind=str(reference.get("kind")),
+                name=str(reference.get("name")),
+                uid=str(reference.get("uid")),
+                group=str(reference.get("apiVersion")).partition("/")[0],
+            )
     return None
 
 
-def _owner(reference: Mapping[str, Any]) -> Owner:
-    return Owner(
-        kind=str(reference.get("kind")),
-        name=str(reference.get("name")),
-        uid=str(reference.get("uid")),
-        group=str(reference.get("apiVersion")).partition("/")[0],
-    )
+def controller_of(raw: Mapping[str, Any]) -> Owner | None:
+    """Return the controller of an object if its kind is in our API group, else None."""
+    found = any_controller(raw)
+    return found if found is not None and found.group == GROUP else None
 
 
 def worker_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
@@ -121,14 +121,6 @@ def adopted_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
     return WorkerIdentity(name, JobUid(uid), index, RestartRound(0), worker_name(index))
 
 
-def other_controller(raw: Mapping[str, Any]) -> Owner | None:
-    """Return the controller of an adopted pod, or None if it has none."""
-    for reference in (raw.get("metadata") or {}).get("ownerReferences") or []:
-        if reference.get("controller") is True:
-            return _owner(reference)
-    return None
-
-
 def probed_store(raw: Mapping[str, Any]) -> Owner | None:
     """Return the CheckpointStore that a pod probes, or None for any other pod."""
     owner = controller_of(raw)
@@ -139,14 +131,10 @@ def probed_store(raw: Mapping[str, Any]) -> Owner | None:
 
 def whose(raw: Mapping[str, Any]) -> str:
     """Describe the controller of an object, for messages."""
-    references = (raw.get("metadata") or {}).get("ownerReferences") or []
-    for reference in references:
-        if isinstance(reference, Mapping) and reference.get("controller") is True:
-            return (
-                f"{reference.get('kind')} {reference.get('name')} (uid {reference.get('uid')}) "
-                "controls it"
-            )
-    return "it has no controller"
+    owner = any_controller(raw)
+    if owner is None:
+        return "it has no controller"
+    return f"{owner.kind} {owner.name} (uid {owner.uid}) controls it"
 
 
 # --------------------------------------------------------------------------- keys of the work queue

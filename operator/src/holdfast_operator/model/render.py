@@ -275,7 +275,7 @@ def render_pod(
     group: PodGroup | None = None,
     certificates: str = "",
 ) -> dict[str, Any]:
-    """Return the body of a worker's pod. The template must have passed `acceptance.template_problem`.
+    """Return the body of a worker's pod. The template must have passed `spec.template_problem`.
 
     Args:
         job: The job, with the template in its spec.

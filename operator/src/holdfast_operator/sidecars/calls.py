@@ -69,7 +69,7 @@ def _name(path: CallPath) -> str:
 
 
 URGENT = frozenset(map(_name, (CallPath.SEAL, CallPath.FINISH_COMMIT, CallPath.ROUND)))
-"""Names of calls that a recovery waits for. They go before all other calls (limits)."""
+"""Names of calls that a recovery waits for. They go before all other calls (CallSlots)."""
 
 
 class Identity(Protocol):
@@ -251,7 +251,7 @@ class Sidecars:
         if job is None or name in job.requests:
             return
         job.requests.add(name)
-        self._spawn(self._ask(job, call.pod, call.path, message, name))
+        self._spawn(self._ask(job, call, message, name))
 
     def _prune(self, uid: JobUid, call: Call, message: Prune) -> PruneReply | None:
         """Return the reply of an earlier call for the same checkpoints once, or start a call."""
@@ -261,17 +261,15 @@ class Sidecars:
         landed = job.pruned.pop(message.checkpoints, None)
         if landed is not None:
             return landed
-        known = job.pod(call.pod)
-        if known is not None:
 
-            async def prune(context: SSLContext, asked: PodCalls) -> None:
-                job.pruned[message.checkpoints] = await self._client.prune(
-                    context, asked.target, message
-                )
-                self._answers.answered(asked)
+        async def prune(context: SSLContext, asked: PodCalls) -> None:
+            job.pruned[message.checkpoints] = await self._client.prune(
+                context, asked.target, message
+            )
+            self._answers.answered(asked)
 
-            steps = ", ".join(f"step {c.step} of round {c.round}" for c in message.checkpoints)
-            self._start(uid, known.view.pod_uid, f"prune {steps}", prune)
+        steps = ", ".join(f"step {c.step} of round {c.round}" for c in message.checkpoints)
+        self._start(uid, call.pod_uid, f"prune {steps}", prune)
         return None
 
     # ------------------------------------------------------------------ calls
@@ -397,12 +395,11 @@ class Sidecars:
         except HoldfastError as error:
             self._answers.failed(pod, error)
 
-    async def _ask(
-        self, job: JobCalls, pod: str, path: str, message: GangRequest, name: str
-    ) -> None:
+    async def _ask(self, job: JobCalls, call: Call, message: GangRequest, name: str) -> None:
+        pod, path = call.pod, call.path
         try:
             while self._jobs.get(job.uid) is job and job.round == message.round:
-                known = job.pod(pod)
+                known = job.pods.get(call.pod_uid)
                 if known is None:
                     return
                 try:

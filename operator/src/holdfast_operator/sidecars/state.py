@@ -239,9 +239,6 @@ class JobCalls:
     """Names of the requests that are being sent."""
     polls: Allowance = field(default_factory=lambda: Allowance(POLL_BURST, POLL_SECONDS_EACH))
 
-    def pod(self, name: str) -> PodCalls | None:
-        return next((p for p in self.pods.values() if p.target.pod == name), None)
-
     def take_report(self, state: CoordinatorState) -> None:
         """Take from the coordinator's state what it says about sidecars that this process does not know yet.
 

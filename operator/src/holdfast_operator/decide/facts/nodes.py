@@ -90,7 +90,7 @@ def failed_nodes(world: World, status: TrainingJobStatus) -> tuple[str, ...]:
 
 
 def with_node_failures(
-    status: TrainingJobStatus, world: World, ruling: Ruling, round_: RestartRound
+    status: TrainingJobStatus, world: World, ruling: Ruling
 ) -> TrainingJobStatus:
     """Return the status with the failures of this ruling on nodes."""
     if ruling.action is FailureAction.IGNORE:
@@ -275,7 +275,7 @@ def avoided_for_failures(world: World) -> tuple[str, ...]:
 
 def misplaced_pods(world: World) -> list[Delete]:
     """Return deletes of pods that a later pass creates again, because a new pod may get a better node."""
-    return world.deletes((p for m, p in _waiting(world) if _is_misplaced(world, m, p)), MISPLACED)
+    return world.deletes((p for m, p in world.waiting if _is_misplaced(world, m, p)), MISPLACED)
 
 
 def misplaced_spares(world: World) -> list[Delete]:
@@ -287,7 +287,7 @@ def misplaced_spares(world: World) -> list[Delete]:
 
 def waiting_note(world: World) -> Note | None:
     """Return why a pod has not started, if it is bound to a lost node or excludes nodes. Else None."""
-    for member, pod in _waiting(world):
+    for member, pod in world.waiting:
         if member.node_lost:
             return _note_of_lost_node(world, member, pod)
         if pod.node is not None or not (pod.avoided_nodes or pod.failed_nodes):
@@ -329,11 +329,6 @@ def _note_of_lost_node(world: World, member: MemberState, pod: PodView) -> Note:
             "The pod stays until Kubernetes taints the node: a new pod might be bound to it again"
         )
     return Note(Reason.WAITING_FOR_PODS, f"{text}. {then}")
-
-
-def _waiting(world: World) -> list[tuple[MemberState, PodView]]:
-    """Return the members whose pods exist and have not started."""
-    return [(m, m.pod) for m in world.members if m.pod is not None and world.awaits_start(m)]
 
 
 def _is_misplaced(world: World, member: MemberState, pod: PodView) -> bool:

@@ -95,7 +95,7 @@ def stored(world: World) -> PersistedStep | None:
     return None if was_missing and last.round < world.round and not compared else last
 
 
-def with_missing_restore_point(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
+def with_missing_restore_point(status: TrainingJobStatus) -> TrainingJobStatus:
     """Return the status of the next round, in which the restore point of this one is listed as missing.
 
     No rank has trained from this restore point. So the next round may also restore a newer checkpoint.
@@ -245,7 +245,7 @@ def leaves_missing_restore_point(world: World) -> bool:
     is_stored = point.id in {id_ for id_, _ in _persisted(world)}
     if is_stored and world.seconds_seen(Seen.MISSING) < STORE_SECONDS:
         return False
-    status = with_missing_restore_point(world.status, world)
+    status = with_missing_restore_point(world.status)
     later = world.with_status(status)
     answered = _answered(later, ())
     found = best(later, candidates(later, answered), holders(answered))

@@ -356,7 +356,7 @@ def strays(world: World) -> list[Delete]:
     if not isinstance(world.job, TrainingJob):
         return []
     key = _key(present_group(world))
-    waiting = (p for m, p in _waiting(world) if not m.node_lost and _key(p.group) != key)
+    waiting = (p for m, p in world.waiting if not m.node_lost and _key(p.group) != key)
     return world.deletes(waiting, "it is not in the present pod group")
 
 
@@ -421,11 +421,6 @@ def _place(group: PodGroup | None) -> str:
 
 def _pods(world: World) -> Iterable[PodView]:
     return (m.pod for m in world.members if m.pod is not None)
-
-
-def _waiting(world: World) -> list[tuple[MemberState, PodView]]:
-    """Return the members whose pods exist and have not started."""
-    return [(m, m.pod) for m in world.members if m.pod is not None and world.awaits_start(m)]
 
 
 # --------------------------------------------------------------------------- Kueue's finalizer

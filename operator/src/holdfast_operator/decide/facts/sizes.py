@@ -9,14 +9,14 @@ A resize (ADR 0011):
 1. While the gang trains, it is asked to save and stop, as for a suspension. The record of the request is
    reason Stopping of condition Resizing.
 2. Once no committed step would be lost with the pods, a round with the new number of new pods begins
-   (new_rounds.resize_gang). An operator that dies continues from the status.
+   (writes.resize_gang). An operator that dies continues from the status.
 3. If the ranks fail before their first step, a round with the number before begins (failures.py).
 
 An elastic gang for some of whose workers there are no nodes (ADR 0011):
-1. It begins a round without them (new_rounds.shrink_gang).
+1. It begins a round without them (writes.shrink_gang).
 2. When it has trained for growAfterSeconds, placeholders are created for the missing workers.
 3. When placeholders have nodes, the status gets the new number, and the gang is resized
-   (new_rounds.grow_gang). They keep the nodes until the round with the new workers begins.
+   (writes.grow_gang). They keep the nodes until the round with the new workers begins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
-from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.ids import Worker
 from holdfast_operator.decide.facts import readable, scheduling
 from holdfast_operator.decide.facts.spec import replacement_problem
 from holdfast_operator.decide.facts.world import Note, World, asked_for, is_over, trains
@@ -99,12 +99,12 @@ def next_workers(world: World) -> int:
     return len(world.members) if refused_workers(job, status) == wanted else wanted
 
 
-def resized(world: World, workers: int, round_: RestartRound) -> ResizeStatus | None:
-    """Return status.resize of a round that begins with this number of workers.
+def resized(world: World, workers: int) -> ResizeStatus | None:
+    """Return status.resize of the next round if it has this number of workers.
 
     There is a way back to the number of workers that last trained, if they have committed a step.
     """
-    old = world.status.resize
+    old, round_ = world.status.resize, world.next_round
     if workers == len(world.members):
         return old
     before = len(world.members)

@@ -566,6 +566,16 @@ class World:
         """Return the pods of the members that have one."""
         return tuple(m.pod for m in self.members if m.pod is not None)
 
+    @property
+    def is_untouched(self) -> bool:
+        """Return whether each member has a pod that is not being deleted."""
+        return all(m.pod is not None and not m.pod.terminating for m in self.members)
+
+    @cached_property
+    def waiting(self) -> tuple[tuple[MemberState, PodView], ...]:
+        """Return the members whose pods exist and have not started."""
+        return tuple((m, m.pod) for m in self.members if m.pod is not None and self.awaits_start(m))
+
     def coordinator_member(self) -> MemberState | None:
         return self.member(self.status.coordinator)
 
