@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "core": 15390,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
-    "operator": 12360,
+    "operator": 12340,
     "sidecar": 8360,
     "trainer_sdk": 17310,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
     "cli": 640,

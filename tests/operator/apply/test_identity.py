@@ -21,7 +21,7 @@ from holdfast_core.api import CheckpointStatus, TrainingJob
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.names import checkpoint_name, job_prefix, pod_name
-from holdfast_operator.apply.effects import JobEffects, Present
+from holdfast_operator.apply.apply import JobEffects, Present
 from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.api import ApiError, NameTakenError

@@ -11,7 +11,7 @@ from tests.support.operator.life import Life
 
 from holdfast_core.api import JobCondition
 from holdfast_core.names import service_name
-from holdfast_operator.apply.effects import SURE_SECONDS
+from holdfast_operator.apply.apply import SURE_SECONDS
 from holdfast_operator.decide.report.status import LEVELS_EVERY_SECONDS
 from holdfast_operator.kube.api import ApiError
 

@@ -20,8 +20,7 @@ from tests.support.operator.toy_link import ToyLink, Trouble, calm
 from holdfast_core.api import Gang, TrainingJob
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, Worker
-from holdfast_operator.apply.apply import Applied, apply, memory_after
-from holdfast_operator.apply.effects import JobEffects, Present
+from holdfast_operator.apply.apply import Applied, JobEffects, Present, apply, memory_after
 from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.decide import decide

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.api import GANGS, ConditionStatus, Gang, JobCondition
@@ -35,14 +34,6 @@ such as a time-out of the API server. Any other exception is reported at once.""
 _MAX_CHARACTERS = 1024
 _NO_REFUSALS = (401, 408, 409, 429)
 """Status codes between 400 and 499 that say nothing about the contents of a request."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Condition:
-    type: JobCondition
-    status: ConditionStatus
-    reason: Reason
-    message: str
 
 
 class Reports:
@@ -76,9 +67,7 @@ class Reports:
         if found.kind in _GANG_KINDS:
             kind = JobCondition.READABLE
             try:
-                await self._write(
-                    found, _Condition(kind, ConditionStatus.FALSE, Reason.CANNOT_READ, text)
-                )
+                await self._write(found, kind, ConditionStatus.FALSE, Reason.CANNOT_READ, text)
             except ConflictError:
                 raise
             except HoldfastError as error:
@@ -131,12 +120,19 @@ class Reports:
     ) -> None:
         kind = JobCondition.RECONCILED
         try:
-            await self._write(job, _Condition(kind, value, reason, message))
+            await self._write(job, kind, value, reason, message)
         except HoldfastError as error:
             self._failed.pop(job.uid, None)  # the next pass tries again
             logs.warning(f"condition {kind} of {job.name} not written: {error}")
 
-    async def _write(self, job: Gang | Unreadable, condition: _Condition) -> None:
+    async def _write(
+        self,
+        job: Gang | Unreadable,
+        kind: JobCondition,
+        value: ConditionStatus,
+        reason: Reason,
+        message: str,
+    ) -> None:
         """Write the condition with the resourceVersion of a direct read.
 
         Nothing is written if the object is gone or the name has another uid now, or if status.conditions is
@@ -145,34 +141,26 @@ class Reports:
         raw = await self._cluster.get(job.kind, job.namespace, job.name)
         if raw is None or raw["metadata"]["uid"] != job.uid:
             return
-        conditions = _with(condition, raw, stamp(self._clock.utc_now()))
-        if conditions is None:
+        conditions = (raw.get("status") or {}).get("conditions") or []
+        if not isinstance(conditions, list) or not all(isinstance(c, Mapping) for c in conditions):
             return
+        old: Mapping[str, Any] = next((c for c in conditions if c.get("type") == kind), {})
+        if (old.get("status"), old.get("message")) == (value, message):
+            return
+        same, now = old.get("status") == value, stamp(self._clock.utc_now())
+        new = {
+            "type": kind,
+            "status": value,
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": old["lastTransitionTime"] if same else now,
+            "observedGeneration": raw["metadata"].get("generation") or 0,
+        }
+        others = [c for c in conditions if c.get("type") != kind]
         version = str(raw["metadata"]["resourceVersion"])
         await self._cluster.patch_status(
-            job.kind, job.namespace, job.name, version, {"conditions": conditions}
+            job.kind, job.namespace, job.name, version, {"conditions": [*others, new]}
         )
-
-
-def _with(condition: _Condition, raw: Mapping[str, Any], now: str) -> list[Any] | None:
-    """Return the conditions of `raw` with this one, or None if there is nothing to write."""
-    conditions = (raw.get("status") or {}).get("conditions") or []
-    if not isinstance(conditions, list) or not all(isinstance(c, Mapping) for c in conditions):
-        return None
-    kind, value = condition.type.value, condition.status.value
-    old: Mapping[str, Any] = next((c for c in conditions if c.get("type") == kind), {})
-    if (old.get("status"), old.get("message")) == (value, condition.message):
-        return None
-    same = old.get("status") == value
-    new = {
-        "type": kind,
-        "status": value,
-        "reason": condition.reason.value,
-        "message": condition.message,
-        "lastTransitionTime": old["lastTransitionTime"] if same else now,
-        "observedGeneration": raw["metadata"].get("generation") or 0,
-    }
-    return [*(c for c in conditions if c.get("type") != kind), new]
 
 
 def _remedy(error: Exception) -> str:

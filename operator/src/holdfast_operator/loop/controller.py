@@ -23,8 +23,7 @@ from holdfast_core.api import (
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
-from holdfast_operator.apply.apply import Applied, apply, memory_after
-from holdfast_operator.apply.effects import JobEffects, Present
+from holdfast_operator.apply.apply import Applied, JobEffects, Present, apply, memory_after
 from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics

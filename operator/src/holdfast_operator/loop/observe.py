@@ -21,7 +21,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import FIRST_SPARE, JobUid, RestartRound, Worker
 from holdfast_core.names import job_prefix
-from holdfast_operator.apply.effects import Present
+from holdfast_operator.apply.apply import Present
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.facts.scheduling import wanted_group
