@@ -240,6 +240,9 @@ class Metrics:
             self._lost_steps.labels(job.namespace, job.name).inc(new.lost_steps)
 
 
+# --------------------------------------------------------------------------- the ports
+
+
 SILENT_WATCH_SECONDS = 180.0
 """Silence of one watch after which /readyz fails. The API server sends each watch a bookmark about once
 a minute, so a longer silence means that the operator does not see changes in the cluster."""

@@ -173,6 +173,9 @@ def _decide(world: World) -> Decision:
     return run(world)
 
 
+# --------------------------------------------------------------------------- passes that begin no round
+
+
 def record_births(world: World) -> Decision | None:
     """Return the decision that records adopted pods which have started, or None if all are recorded.
 

@@ -251,7 +251,7 @@ def _released(checkpoints: tuple[Checkpoint, ...], why: str) -> list[Action]:
     return actions
 
 
-# --------------------------------------------------------------------------- the end
+# --------------------------------------------------------------------------- what is deleted after the end
 
 
 EXIT_GRACE = timedelta(seconds=60)
@@ -288,6 +288,9 @@ def after_the_end(world: World, *, kept: bool) -> list[Action]:
     return actions
 
 
+# --------------------------------------------------------------------------- the end
+
+
 _UNTIL_THE_END = (
     JobCondition.RUNNING,
     JobCondition.RESTARTING,
@@ -298,9 +301,6 @@ _UNTIL_THE_END = (
     JobCondition.WORKERS_MISSING,
 )
 """Conditions of a gang, which are false once the job is over or suspended."""
-
-
-# --------------------------------------------------------------------------- the end
 
 
 def _ended(

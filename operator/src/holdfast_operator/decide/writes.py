@@ -190,6 +190,9 @@ def _acted(world: World) -> int | None:
     return state.version
 
 
+# --------------------------------------------------------------------------- rounds that begin
+
+
 def _begun(
     status: TrainingJobStatus,
     world: World,

@@ -313,6 +313,9 @@ def _present_workers(job: Gang) -> int:
     return len(job.status.members) or job.spec.workers
 
 
+# --------------------------------------------------------------------------- questions to the API server
+
+
 REFUSAL_SECONDS = (1.0, 30.0)
 """Shortest and longest wait before a refused template is checked again. Between these limits the wait
 equals the time for which the template has been refused so far. The first check comes soon, because a new

@@ -174,6 +174,9 @@ def store_key(namespace: str, name: str) -> Key:
     return Key(KeyKind.STORE, namespace, name)
 
 
+# --------------------------------------------------------------------------- where pods come from
+
+
 def certificates_prefix(job: CheckpointAdoption) -> str:
     """Return the prefix of the names of Secrets with certificates of adopted pods.
 

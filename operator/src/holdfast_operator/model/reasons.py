@@ -273,6 +273,9 @@ class Reason(StrEnum):
     STORE_HEALTHY = "StoreHealthy"
 
 
+# --------------------------------------------------------------------------- texts of messages
+
+
 def first_of(names: Sequence[object], limit: int = 8) -> str:
     """Return a list of at most `limit` names for a message, and the number of those that are left out."""
     shown = ", ".join(map(str, names[:limit]))

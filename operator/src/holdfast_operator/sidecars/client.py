@@ -285,6 +285,9 @@ async def _bounded(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
     return b"".join(parts)
 
 
+# --------------------------------------------------------------------------- limits
+
+
 @dataclass(slots=True)
 class Allowance:
     """Rate limit: `burst` uses without a wait, and one more every `seconds_each` seconds."""

@@ -349,6 +349,9 @@ def back_off_seconds(failures: int, silent_seconds: float) -> float:
     return float(min(FIRST_BACKOFF_SECONDS * 2.0 ** min(max(failures - 1, 0), 8), longest))
 
 
+# --------------------------------------------------------------------------- the long poll of a coordinator
+
+
 POLL_AGAIN_SECONDS = 0.2
 """Longest wait of the long poll for the pass that acts on the state just received. It doubles with each poll
 that no pass has acted on, to MAX_POLL_AGAIN_SECONDS. Otherwise the polls of a thousand jobs would take the

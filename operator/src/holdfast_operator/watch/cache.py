@@ -269,6 +269,9 @@ def key_of(item: Item) -> Key | None:
     return None
 
 
+# --------------------------------------------------------------------------- the copies
+
+
 EXPIRE_SECONDS = 5.0
 """Time after which a pass no longer waits for the watch to deliver a write of the operator."""
 

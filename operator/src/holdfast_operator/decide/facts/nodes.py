@@ -373,6 +373,9 @@ def domain_of(world: World, node_name: str | None) -> str | None:
     return label if label is not None else node_name
 
 
+# --------------------------------------------------------------------------- spare pods
+
+
 def with_spares(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with as many spares as the spec wants, and the number of those that are ready."""
     status = _sized(status, world)

@@ -295,6 +295,9 @@ def with_scheduling(status: TrainingJobStatus, world: World) -> TrainingJobStatu
     return world.with_condition(status, kind, False, Reason.SCHEDULED, text)
 
 
+# --------------------------------------------------------------------------- the pod group in Kueue
+
+
 def present_group(world: World) -> PodGroup | None:
     """Return the group that new pods of the present round join. None: the pods are in no queue."""
     job = world.job

@@ -345,6 +345,9 @@ def _how_to_replace(world: World) -> str:
     return "To replace all pods, set spec.suspend to true, and to false when the job is suspended"
 
 
+# --------------------------------------------------------------------------- adoption
+
+
 def refusal(world: World) -> str | None:
     """Return why the pods may not become workers, or None.
 

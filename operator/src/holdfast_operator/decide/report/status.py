@@ -303,6 +303,9 @@ def remember_write(world: World) -> None:
         world.remember(blocked_counted_seconds=blocked)
 
 
+# --------------------------------------------------------------------------- Events
+
+
 _GOOD_IF = {
     JobCondition.LAST_CHECKPOINT_SUCCEEDED: True,
     JobCondition.REMOTE_TIER_HEALTHY: True,
