@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast_core.errors import (
@@ -66,18 +68,25 @@ def write_document(path: Path, document: bytes, directories: DurableDirectories)
     digest = digest_of(document)
     if _is_there(path, digest):
         return False
+    with _written(path, sealed(document), directories) as temp:
+        if temp.publish_if_absent(path):
+            return True
+    _is_there(path, digest)
+    return False
+
+
+@contextmanager
+def _written(path: Path, data: bytes, directories: DurableDirectories) -> Iterator[TempFile]:
+    """Write a temporary file beside `path` durably. It is removed unless the body publishes it."""
     with disk_errors(f"creating a temporary file for {path}"):
         temp = TempFile.create(path.parent, directories)
     try:
         with disk_errors(f"writing {path}"):
-            write_at(temp.fd, memoryview(sealed(document)), 0)
+            write_at(temp.fd, memoryview(data), 0)
             temp.sync()
-            if temp.publish_if_absent(path):
-                return True
+            yield temp
     finally:
         temp.discard()
-    _is_there(path, digest)
-    return False
 
 
 def _is_there(path: Path, digest: Digest) -> bool:
@@ -167,15 +176,8 @@ class PodRecords:
             self._write(self._worker, {"worker": worker})
 
     def _write(self, path: Path, numbers: dict[str, int]) -> None:
-        with disk_errors(f"creating a temporary file for {path}"):
-            temp = TempFile.create(path.parent, self._directories)
-        try:
-            with disk_errors(f"writing {path}"):
-                write_at(temp.fd, memoryview(dumps_canonical(numbers)), 0)
-                temp.sync()
-                temp.publish(path)
-        finally:
-            temp.discard()
+        with _written(path, dumps_canonical(numbers), self._directories) as temp:
+            temp.publish(path)
 
 
 def _read_numbers(path: Path, names: frozenset[str]) -> dict[str, int] | None:

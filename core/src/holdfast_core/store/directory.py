@@ -29,10 +29,13 @@ from holdfast_core.node.files import (
     MAY_PASS,
     TEMP_PREFIX,
     DurableDirectories,
+    TempFile,
     disk_error,
     fsync_directory,
     open_to_read,
+    read_at,
     read_errors,
+    write_at,
 )
 from holdfast_core.tiers.objects import (
     MAX_DOCUMENT_BYTES,
@@ -81,17 +84,22 @@ class DirectoryObjectStore:
         with _store_errors(f"write of {path}"):
             if not replace and self._is_stored(path, expected):
                 return
-            with self._temporary(path) as (temp, fd):
-                written = _write(fd, parts)
-                if _read_back(temp) != written:
+            temp = self._temporary(path)
+            try:
+                written = _write(temp.fd, parts)
+                if _read_back(temp.path) != written:
                     source.verify()
                     raise UnavailableError(
-                        f"{temp}: the bytes that were read back differ from those that were written"
+                        f"{temp.path}: the bytes that were read back differ from those that were written"
                     )
                 if replace:
                     self._replace(temp, path)
-                else:
-                    self._link(temp, path, written)
+                elif not temp.publish_if_absent(path) and not self._is_stored(path, written):
+                    raise UnavailableError(
+                        f"{path}: another process created and removed the file during the write"
+                    )
+            finally:
+                temp.discard()
 
     def _is_stored(self, path: Path, expected: ObjectInfo | None) -> bool:
         """Return True if the file has exactly these bytes, durably, and False if there is no file.
@@ -114,43 +122,23 @@ class DirectoryObjectStore:
         fsync_directory(path.parent)
         return True
 
-    @contextmanager
-    def _temporary(self, path: Path) -> Iterator[tuple[Path, int]]:
-        """Create a temporary file beside `path`; remove its name at the end.
+    def _temporary(self, path: Path) -> TempFile:
+        """Create a temporary file beside `path`.
 
-        The name is random: processes in different containers may have the same id.
+        The name is random: processes in different containers may have the same id. The file has no lock,
+        which some shared file systems do not support. `abort_stale` removes it by its age.
         """
-        temp = path.parent / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
+        temp = path.with_name(f"{TEMP_PREFIX}{secrets.token_hex(8)}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._directories.ensure(path.parent)
-        fd = self._directories.create(temp, flags)
-        try:
-            yield temp, fd
-        finally:
-            os.close(fd)
-            temp.unlink(missing_ok=True)
+        return TempFile(temp, self._directories.create(temp, flags))
 
-    def _link(self, temp: Path, path: Path, written: ObjectInfo) -> None:
-        try:
-            os.link(temp, path)
-        except FileExistsError:
-            # Another process has made the file meanwhile.
-            if not self._is_stored(path, written):
-                raise UnavailableError(
-                    f"{path}: another process created and removed the file during the write"
-                ) from None
-            return
-        temp.unlink()
-        fsync_directory(path.parent)
-
-    def _replace(self, temp: Path, path: Path) -> None:
+    def _replace(self, temp: TempFile, path: Path) -> None:
         """Replace a damaged file atomically, so that the name exists at every moment."""
         bad = Path(f"{path}{_BAD}")
         bad.unlink(missing_ok=True)
         with suppress(FileNotFoundError, FileExistsError):  # another process may do the same
             os.link(path, bad)
-        temp.replace(path)
-        fsync_directory(path.parent)
+        temp.publish(path)
         _LOG.warning("%s was damaged: replaced it, and kept the damaged file as %s", path, bad)
 
     def get(self, key: str) -> bytes:
@@ -167,15 +155,12 @@ class DirectoryObjectStore:
         self, key: str, start: int, buffer: memoryview, stopped: threading.Event | None = None
     ) -> None:
         path = self._root / key
-        filled = 0
         with read_errors(f"read of {path}"), _open(path) as fd:
-            while filled < len(buffer):
-                count = os.preadv(fd, [buffer[filled : filled + _SLICE_BYTES]], start + filled)
-                if not count:
-                    raise CorruptionError(
-                        f"{path}: ends at byte {start + filled}, expected {start + len(buffer)}"
-                    )
-                filled += count
+            filled = read_at(fd, buffer, start)
+        if filled < len(buffer):
+            raise CorruptionError(
+                f"{path}: ends at byte {start + filled}, expected {start + len(buffer)}"
+            )
 
     def size(self, key: str, *, sure: bool = False) -> int | None:
         path = self._root / key
@@ -286,10 +271,9 @@ def _write(fd: int, parts: Iterable[Part]) -> ObjectInfo:
     size, crc = 0, 0
     for part in parts:
         for data in part.data():
-            while data:
-                data = data[os.write(fd, data) :]
+            write_at(fd, data, size)
+            size += len(data)
         crc = append_crc(crc, part.crc32c, part.length_bytes)
-        size += part.length_bytes
     os.fsync(fd)
     return ObjectInfo(size, crc)
 
