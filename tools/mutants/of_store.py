@@ -131,17 +131,17 @@ OF_STORE = (
         name="store/object-without-fsync",
         kind=Kind.DROPPED_FSYNC,
         file=f"{_STORE}directory.py",
-        original="        size += part.length_bytes\n    os.fsync(fd)\n",
-        replacement="        size += part.length_bytes\n",
+        original="part.length_bytes)\n    os.fsync(fd)\n",
+        replacement="part.length_bytes)\n",
         loses="A power cut leaves empty objects in a store on a shared file system.",
         tests=_DURABLE,
     ),
     Mutant(
         name="store/object-whose-name-is-not-durable",
         kind=Kind.DROPPED_FSYNC,
-        file=f"{_STORE}directory.py",
-        original="        temp.unlink()\n        fsync_directory(path.parent)\n",
-        replacement="        temp.unlink()\n",
+        file="core/src/holdfast_core/node/files.py",
+        original="        self.path.unlink()\n        fsync_directory(self._directory)\n",
+        replacement="        self.path.unlink()\n",
         loses="A power cut removes a checkpoint from the store that was reported as persisted.",
         tests=_DURABLE,
     ),
@@ -162,8 +162,8 @@ OF_STORE = (
         name="store/no-read-back",
         kind=Kind.MISSING_DIGEST,
         file=f"{_STORE}directory.py",
-        original="if _read_back(temp) != written:",
-        replacement="if _read_back(temp).size_bytes != written.size_bytes:",
+        original="if _read_back(temp.path) != written:",
+        replacement="if _read_back(temp.path).size_bytes != written.size_bytes:",
         loses="A file system that stores wrong bytes is trusted with the only copy.",
         tests=(
             f"{_TESTS}test_store_directory.py::test_a_damaged_upload_is_refused_and_a_good_one_accepted_afterwards",
@@ -185,12 +185,11 @@ OF_STORE = (
         kind=Kind.IGNORED_EXCEPTION,
         file=f"{_STORE}directory.py",
         original=(
-            "                    raise CorruptionError(\n"
-            '                        f"{path}: ends at byte {start + filled}, '
-            'expected {start + len(buffer)}"\n'
-            "                    )\n"
+            "            raise CorruptionError(\n"
+            '                f"{path}: ends at byte {start + filled}, expected {start + len(buffer)}"\n'
+            "            )\n"
         ),
-        replacement="                    break\n",
+        replacement="            pass\n",
         loses="A truncated object is read as if zeros followed it.",
         tests=(
             f"{_TESTS}test_object_stores.py::TestObjectStores::test_a_range_beyond_the_end_is_refused",
