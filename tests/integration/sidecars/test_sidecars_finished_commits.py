@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from tests.support.sidecar.gang import JOB_UID, NAMESPACE, Gang, Gangs, payload
 
@@ -124,7 +125,7 @@ async def test_a_manifest_of_something_else_is_refused(
     gangs: Gangs, change: dict[str, object], expected: str
 ) -> None:
     async with gangs(2) as gang:
-        manifest = replace(manifest_of(*await interrupted(gang)), **change)  # type: ignore[arg-type]
+        manifest = msgspec.structs.replace(manifest_of(*await interrupted(gang)), **change)  # type: ignore[arg-type]
         with pytest.raises(HoldfastError, match=expected):
             await finish(gang, 0, manifest)
         assert len((await gang.operator.inventory(0)).manifests) == 1

@@ -167,7 +167,7 @@ def test_ranks_that_saved_other_tensors_have_a_layout_of_their_own(pod: Pod) -> 
         manifest.shards[0],
         msgspec.structs.replace(manifest.shards[1], same_tensors=Rank(1)),
     )
-    pod.restored = replace(pod.restored, manifest=replace(manifest, shards=shards))
+    pod.restored = replace(pod.restored, manifest=msgspec.structs.replace(manifest, shards=shards))
     reply = pod.restore(with_layouts=True)
     assert [(pod.given(saved.layout), saved.ranks) for saved in reply.layouts] == [
         (OTHER, 1),
@@ -182,7 +182,7 @@ def test_any_rank_of_a_kind_will_do(pod: Pod) -> None:
     third = msgspec.structs.replace(
         manifest.shards[1], rank=Rank(2), same_tensors=Rank(2), same_boxes=Rank(2)
     )
-    three = replace(manifest, world_size=3, shards=(third, *manifest.shards))
+    three = msgspec.structs.replace(manifest, world_size=3, shards=(third, *manifest.shards))
     first = msgspec.structs.replace(third, rank=Rank(0), same_tensors=Rank(0), same_boxes=Rank(0))
     kinds = (
         first,
@@ -190,7 +190,12 @@ def test_any_rank_of_a_kind_will_do(pod: Pod) -> None:
         msgspec.structs.replace(manifest.shards[1], rank=Rank(2), same_tensors=Rank(0)),
     )
     pod.restored = Restored(
-        pod.restored.point, replace(three, shards=kinds), {}, {}, {}, is_of_others=True
+        pod.restored.point,
+        msgspec.structs.replace(three, shards=kinds),
+        {},
+        {},
+        {},
+        is_of_others=True,
     )
     pod.documents = [NotFoundError("lost"), OTHER, OWN]
     reply = pod.ask(Restore(NOW, RANK))

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from holdfast_core.format.canonical import dumps_canonical
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_shards
@@ -144,7 +146,7 @@ def manifest(records: Sequence[ShardRecord], *, parent: Digest | None = None) ->
     """Return the manifest of shards of one step and round, in order of rank."""
     header = records[0].header
     return Manifest(
-        job=replace(JOB, uid=header.job_uid),
+        job=msgspec.structs.replace(JOB, uid=header.job_uid),
         step=header.step,
         restart_round=header.round,
         world_size=len(records),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -164,7 +163,7 @@ def test_a_shard_that_does_not_match_the_manifest_is_not_read(tmp_path: Path) ->
     ]
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    other = replace(manifest, shards=tuple(shards))
+    other = msgspec.structs.replace(manifest, shards=tuple(shards))
     assemble_payload(FolderPlaces(ShardFetcher(tier), other), wanted, 2, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]

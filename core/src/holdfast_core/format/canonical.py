@@ -134,10 +134,18 @@ T = TypeVar("T")
 S = TypeVar("S", bound="TypedDocument")
 
 
-class TypedDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """Base of the documents that have a type. No field of such a document may be a float."""
+class TypedDocument(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    rename="camel",
+    tag_field="formatVersion",
+    tag=1,
+):
+    """Base of the documents that have a type. No field of such a document may be a float.
 
-    format_version: int
+    The `tag` of a type is the format version of its documents.
+    """
 
 
 class _AnyVersion(msgspec.Struct, rename="camel"):
@@ -177,8 +185,6 @@ def decode_document(decoder: msgspec.json.Decoder[S], data: bytes, what: str, ve
     except FormatError:
         _check_version(data, what, version)
         raise
-    if document.format_version != version:
-        _check_version(data, what, version)
     if _encode(document, what) != data:
         raise FormatError(
             f"{what}: not in canonical form (sorted keys, no whitespace, no duplicate keys)"

@@ -6,7 +6,6 @@ The encoding is canonical, and the parser accepts canonical documents only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -40,8 +39,7 @@ MAX_SHARDS = 100_000
 _WHAT = "manifest"
 
 
-@dataclass(frozen=True, slots=True)
-class JobIdentity:
+class JobIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The job that a checkpoint belongs to."""
 
     namespace: str
@@ -77,26 +75,7 @@ class ManifestShard(
     """The lowest rank that has the same boxes of the same tensors at the same bytes of its payload."""
 
 
-class _JobIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    namespace: str
-    name: str
-    uid: str
-
-
-class _StoredManifest(TypedDocument, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    job: _JobIdentity
-    step: int
-    restart_round: int
-    world_size: int
-    parent: str | None
-    shards: tuple[ManifestShard, ...]
-
-
-_DECODER = msgspec.json.Decoder(_StoredManifest)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(TypedDocument, frozen=True, tag=FORMAT_VERSION):
     """Manifest of one checkpoint. `shards` holds every rank once, in order."""
 
     job: JobIdentity
@@ -128,18 +107,10 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the canonical document. Raises FormatError if `parse_manifest` would refuse it."""
         _check(self)
-        return encode_document(
-            _StoredManifest(
-                format_version=FORMAT_VERSION,
-                job=_JobIdentity(self.job.namespace, self.job.name, self.job.uid),
-                step=self.step,
-                restart_round=self.restart_round,
-                world_size=self.world_size,
-                parent=self.parent,
-                shards=self.shards,
-            ),
-            _WHAT,
-        )
+        return encode_document(self, _WHAT)
+
+
+_DECODER = msgspec.json.Decoder(Manifest)
 
 
 def manifest_shards(
@@ -194,15 +165,7 @@ def parse_manifest(document: bytes) -> Manifest:
     Raises FormatError, with the path of the wrong value, for anything that `Manifest.to_bytes` does not
     produce.
     """
-    found = decode_document(_DECODER, document, _WHAT, FORMAT_VERSION)
-    manifest = Manifest(
-        job=JobIdentity(found.job.namespace, found.job.name, JobUid(found.job.uid)),
-        step=Step(found.step),
-        restart_round=RestartRound(found.restart_round),
-        world_size=found.world_size,
-        parent=None if found.parent is None else Digest(found.parent),
-        shards=found.shards,
-    )
+    manifest = decode_document(_DECODER, document, _WHAT, FORMAT_VERSION)
     _check(manifest)
     return manifest
 

@@ -96,7 +96,7 @@ class _Place(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, 
     byte_range: ByteRange
 
 
-class _StoredLayout(TypedDocument, frozen=True, forbid_unknown_fields=True, rename="camel"):
+class _StoredLayout(TypedDocument, frozen=True, tag=FORMAT_VERSION):
     rank: int
     tensors: dict[str, TensorSlice]
     objects: dict[str, _Place]
@@ -138,7 +138,6 @@ class RankLayout:
         _check(self)
         return encode_document(
             _StoredLayout(
-                format_version=FORMAT_VERSION,
                 rank=self.rank,
                 tensors=self.tensors,
                 objects={fqn: _Place(place) for fqn, place in self.objects.items()},
