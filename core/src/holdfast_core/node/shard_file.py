@@ -361,41 +361,35 @@ class DiskShardReader(Closing):
             yield from read_ahead(self._fd, ranges, self._buffers)
 
     def read_payload(self) -> Generator[memoryview]:
-        header = self.record.header
-        digester = PayloadDigester(header)
-        checked = 0
+        digester = PayloadDigester(self.record.header)
         with ThreadPoolExecutor(1, "holdfast-node-verify") as thread:
-            for view in self._payload(header.payload_bytes):
+            for view in self._payload():
                 digested = thread.submit(digester.update, view)
                 try:
                     yield view
                 finally:
                     digested.result()
-                checked = self._expect_chunks(digester.complete_crcs, checked)
         record, table = digester.finish()
         check_same(record, table, self._trailer)
 
     def verify(self) -> None:
-        header = self.record.header
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        again = read_record(self._fd, self._path, self._buffers)
-        digester = PayloadDigester(header)
-        position = 0
-        for view in self._payload(align(header.payload_bytes)):
-            length = max(0, min(len(view), header.payload_bytes - position))
-            digester.update(view[:length])
-            expect_zeros(view[length:], f"shard {self._path}")
-            position += len(view)
-        record, table = digester.finish()
-        check_same(record, table, again)
-        check_same(record, table, self._trailer)
+        if read_record(self._fd, self._path, self._buffers) != self._trailer:
+            raise CorruptionError(
+                f"shard {self._path}: its trailer has changed since it was opened"
+            )
+        for _ in self.read_payload():
+            pass
+        end = self.payload_start + self.record.header.payload_bytes
+        block = end // BLOCK_BYTES * BLOCK_BYTES
+        with read_errors(f"reading shard {self._path}"):
+            last = read_small(self._fd, block, align(end) - block, self._buffers)
+        expect_zeros(last[end - block :], f"shard {self._path}")
 
-    def _payload(self, length: int) -> Iterator[memoryview]:
-        """Yield `length` bytes of the file from the payload's start, read ahead and unverified.
-
-        Raises CorruptionError if the file ends before.
-        """
-        span = ByteRange(self.payload_start, self.payload_start + length)
+    def _payload(self) -> Iterator[memoryview]:
+        """Yield the payload, read ahead and unverified. Raises CorruptionError if the file ends before."""
+        stop = self.payload_start + self.record.header.payload_bytes
+        span = ByteRange(self.payload_start, stop)
         wanted = tuple(pieces(span, self._buffers))
         for piece, view in zip(wanted, self.read_file(wanted), strict=True):
             if len(view) != piece.length_bytes:
@@ -404,16 +398,6 @@ class DiskShardReader(Closing):
                     f"{piece.start + len(view)} of {span.stop}"
                 )
             yield view
-
-    def _expect_chunks(self, found: Sequence[int], first: int) -> int:
-        """Compare the CRCs from chunk `first` on and return how many chunks were compared in all.
-
-        This check while reading ends the read at a bad chunk, not at the end of a long payload.
-        """
-        for chunk in range(first, len(found)):
-            if found[chunk] != self.table.crcs[chunk]:
-                raise CorruptionError(f"shard {self._path}: CRC32C of chunk {chunk} does not match")
-        return len(found)
 
     def close(self) -> None:
         if not self._closed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from holdfast_core.errors import CorruptionError
@@ -98,11 +98,6 @@ class TableDigester:
             if self._filled == self._chunk_bytes:
                 self._close_chunk()
 
-    @property
-    def complete_crcs(self) -> Sequence[int]:
-        """CRCs of the chunks that have arrived completely."""
-        return self._crcs.complete
-
     def finish(self) -> tuple[Digest, ChunkTable]:
         """Return the payload's digest and the chunk table. Called once, after the last piece."""
         if self._filled:
@@ -127,11 +122,6 @@ class PayloadDigester:
 
     def update(self, data: memoryview) -> None:
         self._table.update(data)
-
-    @property
-    def complete_crcs(self) -> Sequence[int]:
-        """CRCs of the chunks that have arrived completely."""
-        return self._table.complete_crcs
 
     def finish(self) -> tuple[ShardRecord, ChunkTable]:
         digest, table = self._table.finish()

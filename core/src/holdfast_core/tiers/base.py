@@ -72,9 +72,8 @@ class ShardReader(Closing, Protocol):
         """Yield the payload in order, in pieces of some MiB.
 
         A piece is valid until the next one is requested. Meanwhile it is digested and the next one is
-        read. The CRC32C of each chunk is compared with the chunk table after the chunk was yielded,
-        and the payload's BLAKE3 after the last piece. The caller closes the generator if it does not
-        read to the end.
+        read. All digests are compared after the last piece. The caller closes the generator if it does
+        not read to the end.
 
         Raises:
             CorruptionError: A digest does not match. No piece that was yielded may be used.
