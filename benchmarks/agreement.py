@@ -19,10 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from holdfast.connection.session import Session
-from holdfast.gang.agreement import StepAgreement
-from holdfast.gang.proposals import Proposals
-from holdfast.gang.store import GangStore
-from holdfast.gang.tcp_store import open_store
+from holdfast.gang.agreement import Proposals, StepAgreement
+from holdfast.gang.store import GangStore, open_store
 from holdfast_core.ids import JobUid, Rank, RestartRound
 from holdfast_core.messages.schema import SaveRequested
 

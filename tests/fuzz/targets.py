@@ -18,7 +18,7 @@ from tests.fuzz.examples import example
 from tests.support.api_objects import checkpoint_object, job_object, store_object
 from tests.support.operator.builders import raw_job
 
-from holdfast.launcher.record import RoundRecord
+from holdfast.launcher.pod import RoundRecord
 from holdfast_core.api import Checkpoint, CheckpointStore, TrainingJob
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
@@ -27,7 +27,7 @@ from holdfast_core.errors import (
     FormatError,
     HoldfastError,
 )
-from holdfast_core.format.canonical import loads_strict
+from holdfast_core.format.canonical import loads_strict, sealed
 from holdfast_core.format.keys import parse_key
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.payload import header_bytes, parse_payload, unpack_objects
@@ -209,7 +209,7 @@ def _worker_json(data: bytes) -> None:
 
 
 def _launcher_round(data: bytes) -> None:
-    _in_file(data, lambda path: RoundRecord(path).read())
+    _in_file(sealed(data), lambda path: RoundRecord(path).read())
 
 
 def _shards() -> Iterator[Target]:

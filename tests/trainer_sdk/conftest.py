@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 from tests.support.zygote.persisters import forked_persisters
 
 from holdfast.places import slot_directory
-from holdfast.testing import FakeSidecar
 
 
 def _handlers_left() -> dict[str, object]:
@@ -58,9 +58,11 @@ def interval_steps() -> int:
 @pytest.fixture
 def sidecar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_steps: int
-) -> Iterator[FakeSidecar]:
-    """Run a FakeSidecar, and set the environment of a rank in its pod."""
-    with FakeSidecar(tmp_path / "shared", tmp_path / "node", interval_steps=interval_steps) as fake:
+) -> Iterator[WatchedSidecar]:
+    """Run a WatchedSidecar, and set the environment of a rank in its pod."""
+    with WatchedSidecar(
+        tmp_path / "shared", tmp_path / "node", interval_steps=interval_steps
+    ) as fake:
         for name, value in fake.environment(HOLDFAST_ROUND="0").items():
             monkeypatch.setenv(name, value)
         yield fake

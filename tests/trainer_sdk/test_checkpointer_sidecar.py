@@ -9,16 +9,16 @@ import pytest
 import torch
 from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
 from holdfast.connection.link import Link
-from holdfast.testing import FakeSidecar
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.messages.schema import Fill, Hello, Progress, Refusal, Stage
 from holdfast_core.pacing import ForegroundCopyGate
 
 
-def enter_round(sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+def enter_round(sidecar: WatchedSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change a rank's environment as a restart of the gang does."""
     sidecar.stop()
     sidecar.start()
@@ -35,7 +35,7 @@ def train(ckpt: holdfast.Checkpointer, state: dict[str, Any], steps: int) -> lis
 
 
 def test_training_continues_in_the_next_round(
-    sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+    sidecar: WatchedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"t": torch.zeros(3)}
     with holdfast.Checkpointer(when_busy="wait") as ckpt:
@@ -51,7 +51,7 @@ def test_training_continues_in_the_next_round(
 
 
 def test_a_persister_pauses_while_a_rank_copies(
-    sidecar: FakeSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sidecar: WatchedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fake sidecar writes with the code of a folder's persister."""
     asked: list[Path] = []
@@ -72,7 +72,7 @@ class OwnLoading(torch.nn.Linear):
 
 
 def test_a_sidecar_only_fills_memory_that_the_rank_has_touched(
-    sidecar: FakeSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sidecar: WatchedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pages would be charged to the sidecar, whose memory limit does not grow with the state."""
     state = {"t": torch.zeros(1 << 20), "own": OwnLoading(1, 1)}  # not loaded in place
@@ -97,7 +97,7 @@ def test_a_sidecar_only_fills_memory_that_the_rank_has_touched(
     assert all(found.st_blocks * 512 >= found.st_size > 1 << 20 for found in seen)
 
 
-def test_progress_has_the_step_and_the_metrics(sidecar: FakeSidecar) -> None:
+def test_progress_has_the_step_and_the_metrics(sidecar: WatchedSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         train(ckpt, {"t": torch.zeros(1)}, 3)
         until(lambda: [m.step for m in sidecar.messages(Progress)][-1:] == [3], "the last step")
@@ -107,7 +107,7 @@ def test_progress_has_the_step_and_the_metrics(sidecar: FakeSidecar) -> None:
     assert sum(m.blocked_seconds for m in sidecar.messages(Progress)) > 0
 
 
-def test_requests_to_save_and_to_stop_are_followed(sidecar: FakeSidecar) -> None:
+def test_requests_to_save_and_to_stop_are_followed(sidecar: WatchedSidecar) -> None:
     state = {"t": torch.zeros(1)}
     with holdfast.Checkpointer() as ckpt:
         done = []
@@ -124,7 +124,7 @@ def test_requests_to_save_and_to_stop_are_followed(sidecar: FakeSidecar) -> None
     assert {5, 7} <= {m.step for m in sidecar.messages(Stage)}
 
 
-def test_a_refused_stage_frees_its_slot(sidecar: FakeSidecar) -> None:
+def test_a_refused_stage_frees_its_slot(sidecar: WatchedSidecar) -> None:
     sidecar.faults.refuse["Stage"] = Refusal.SEALED
     with holdfast.Checkpointer() as ckpt:
         state = {"t": torch.zeros(1)}
@@ -136,7 +136,7 @@ def test_a_refused_stage_frees_its_slot(sidecar: FakeSidecar) -> None:
 
 
 @pytest.mark.fault("The disk is a hundred times slower than a step")
-def test_both_slots_busy_skips_and_counts(sidecar: FakeSidecar) -> None:
+def test_both_slots_busy_skips_and_counts(sidecar: WatchedSidecar) -> None:
     sidecar.faults.delay_seconds["Stage"] = 3600
     with holdfast.Checkpointer() as ckpt:
         state = {"t": torch.zeros(1)}
@@ -147,7 +147,7 @@ def test_both_slots_busy_skips_and_counts(sidecar: FakeSidecar) -> None:
         ckpt.close(wait=False)  # no process will empty the slots
 
 
-def test_the_last_save_waits_for_a_slot(sidecar: FakeSidecar) -> None:
+def test_the_last_save_waits_for_a_slot(sidecar: WatchedSidecar) -> None:
     sidecar.faults.delay_seconds["Stage"] = 1
     with holdfast.Checkpointer() as ckpt:
         state = {"t": torch.zeros(1)}
@@ -158,7 +158,7 @@ def test_the_last_save_waits_for_a_slot(sidecar: FakeSidecar) -> None:
 
 
 @pytest.mark.fault("A stop is requested while all slots are busy, in a loop without steps")
-def test_the_save_of_a_stop_waits_for_a_slot(sidecar: FakeSidecar) -> None:
+def test_the_save_of_a_stop_waits_for_a_slot(sidecar: WatchedSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         state = {"t": torch.zeros(1)}
         sidecar.request_stop()
@@ -174,7 +174,7 @@ def test_the_save_of_a_stop_waits_for_a_slot(sidecar: FakeSidecar) -> None:
 
 
 def test_training_continues_without_a_sidecar(
-    sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture
+    sidecar: WatchedSidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"t": torch.zeros(1)}
     with holdfast.Checkpointer() as ckpt:
@@ -192,7 +192,7 @@ def test_training_continues_without_a_sidecar(
         steps.close()
 
 
-def test_a_staged_save_is_staged_again_after_a_crash(sidecar: FakeSidecar) -> None:
+def test_a_staged_save_is_staged_again_after_a_crash(sidecar: WatchedSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         state = {"t": torch.ones(1)}
         sidecar.faults.delay_seconds["Stage"] = 3600
@@ -205,7 +205,7 @@ def test_a_staged_save_is_staged_again_after_a_crash(sidecar: FakeSidecar) -> No
 
 
 def test_a_missing_sidecar_is_raised_where_the_script_asks_for_errors(
-    sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture
+    sidecar: WatchedSidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
     with holdfast.Checkpointer(on_save_error="raise") as ckpt:
         ckpt.save(1, {"t": torch.zeros(1)}).wait(timeout=HANG_SECONDS)
@@ -218,7 +218,7 @@ def test_a_missing_sidecar_is_raised_where_the_script_asks_for_errors(
 def test_nothing_to_restore_needs_no_sidecar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = FakeSidecar(tmp_path / "shared", tmp_path / "node")
+    fake = WatchedSidecar(tmp_path / "shared", tmp_path / "node")
     variables = fake.environment(
         HOLDFAST_ROUND="0", HOLDFAST_RESTORE_STEP="", HOLDFAST_INTERVAL_STEPS="5"
     )

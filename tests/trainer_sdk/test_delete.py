@@ -11,10 +11,10 @@ from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE
 from tests.support.shards.folders import write_checkpoint
 from tests.support.shards.placements import Tensor
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
 from holdfast.base.settings import current_environment
-from holdfast.testing import FakeSidecar
 from holdfast_core.errors import ConfigError, NotFoundError
 
 WEIGHT = torch.arange(12, dtype=torch.float32)
@@ -155,7 +155,7 @@ def test_a_kill_leaves_the_checkpoint_whole_or_absent_and_the_next_save_clears_t
     assert len(shards_of(folder / "tier/standalone")) == len(steps) + 1
 
 
-def test_in_a_pod_the_operator_manages_checkpoints(sidecar: FakeSidecar) -> None:
+def test_in_a_pod_the_operator_manages_checkpoints(sidecar: WatchedSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         for call in (ckpt.list, ckpt.inspect, lambda: ckpt.delete(1)):
             with pytest.raises(ConfigError, match=r"in a worker pod.*kubectl get checkpoints"):

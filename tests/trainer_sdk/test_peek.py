@@ -13,10 +13,10 @@ import torch
 from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.counted import Training
 from tests.support.trainer.launched import run_two_ranks
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
 from holdfast import TensorInfo
-from holdfast.testing import FakeSidecar
 from holdfast_core.errors import ConfigError, CorruptionError
 
 
@@ -79,7 +79,7 @@ def test_a_folder_shows_what_a_restore_loads(tmp_path: Path) -> None:
 
 
 def test_a_sidecar_shows_what_a_restore_loads(
-    sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sidecar: WatchedSidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with holdfast.Checkpointer() as ckpt:
         assert ckpt.peek() is None

@@ -17,12 +17,12 @@ from tests.support.crash.failpoints import failpoints, in_every_python
 from tests.support.shards.builders import payload, rank_layout_and_plan
 from tests.support.trainer.launched import committed_step, persisters_of, until
 from tests.support.trainer.slot_files import all_taken, states_below
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
 from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.service import DirectoryService
 from holdfast.slots.staging import SlotRing
-from holdfast.testing import FakeSidecar
 from holdfast_core.errors import NotFoundError, SaveFailedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, Step
@@ -340,7 +340,7 @@ def test_an_exception_of_the_script_is_not_hidden_by_a_failed_save(
 def test_in_a_pod_only_saves_that_the_sidecar_did_not_acknowledge_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FakeSidecar(tmp_path / "shared", tmp_path / "node") as sidecar:
+    with WatchedSidecar(tmp_path / "shared", tmp_path / "node") as sidecar:
         for name, value in sidecar.environment(HOLDFAST_ROUND="0").items():
             monkeypatch.setenv(name, value)
         with holdfast.Checkpointer() as ckpt:

@@ -10,9 +10,9 @@ from tests.support.crash.failpoints import failpoints
 from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.counted import Training, lap
 from tests.support.trainer.launched import run_two_ranks
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
-from holdfast.testing import FakeSidecar
 from holdfast_core.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def test_the_restored_step_is_that_of_the_last_restore(tmp_path: Path) -> None:
     assert ckpt.restored_step == 2
 
 
-def test_a_job_has_the_identity_of_its_object(sidecar: FakeSidecar) -> None:
+def test_a_job_has_the_identity_of_its_object(sidecar: WatchedSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         assert ckpt.run_id == "fake-job"
 

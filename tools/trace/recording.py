@@ -12,7 +12,7 @@ SITE = Path(__file__).with_name("site")
 PROCESSES = {
     "holdfast-rank": "rank",
     "holdfast_sidecar": "sidecar",
-    "holdfast.launcher.ranks.forkserver": "fork server",
+    "holdfast.launcher.forkserver": "fork server",
     "persister": "persister",
     "holdfast_operator": "operator",
     "holdfast run": "launcher",

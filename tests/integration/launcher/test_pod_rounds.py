@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.support.trainer.held import allow, held
 from tests.support.trainer.launched import Launched, stop, until
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
-from holdfast.testing import FakeSidecar
 from holdfast_core.messages.schema import (
     Ended,
     Exited,
@@ -34,13 +34,17 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # many starts 
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[FakeSidecar]:
-    fake = FakeSidecar(tmp_path / "shared", tmp_path / "node", world_size=RANKS, interval_steps=2)
+def sidecar(tmp_path: Path) -> Iterator[WatchedSidecar]:
+    fake = WatchedSidecar(
+        tmp_path / "shared", tmp_path / "node", world_size=RANKS, interval_steps=2
+    )
     yield fake
     fake.stop()
 
 
-def launch(tmp_path: Path, sidecar: FakeSidecar, *more: str, limit: Path | None = None) -> Launched:
+def launch(
+    tmp_path: Path, sidecar: WatchedSidecar, *more: str, limit: Path | None = None
+) -> Launched:
     (tmp_path / "shared").mkdir(exist_ok=True)
     return Launched(
         tmp_path,
@@ -54,7 +58,7 @@ def launch(tmp_path: Path, sidecar: FakeSidecar, *more: str, limit: Path | None 
     )
 
 
-def begin(sidecar: FakeSidecar) -> None:
+def begin(sidecar: WatchedSidecar) -> None:
     """Start the round as a sidecar does when the barrier opens."""
     before = len(sidecar.messages(StoreAddress))
     sidecar.host_store()
@@ -63,11 +67,11 @@ def begin(sidecar: FakeSidecar) -> None:
     sidecar.run(address.port)
 
 
-def launcher_hellos(sidecar: FakeSidecar) -> list[Hello]:
+def launcher_hellos(sidecar: WatchedSidecar) -> list[Hello]:
     return [m for m in sidecar.messages(Hello) if m.role is LocalRole.LAUNCHER]
 
 
-def ends_of(sidecar: FakeSidecar, rank: int) -> list[Exited]:
+def ends_of(sidecar: WatchedSidecar, rank: int) -> list[Exited]:
     """Return the reports of a rank's end. The other rank may fail meanwhile, because it lost its peer."""
     return [message for message in sidecar.messages(Exited) if message.rank == rank]
 
@@ -77,7 +81,7 @@ def digests(run: Launched) -> dict[int, str]:
     return {entry["rank"]: entry["finalDigest"] for entry in map(json.loads, lines)}
 
 
-def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: FakeSidecar) -> None:
+def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: WatchedSidecar) -> None:
     calm = Launched(
         tmp_path / "calm",
         ["--nproc-per-node", str(RANKS)],
@@ -121,7 +125,7 @@ def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: FakeSideca
     assert digests(run) == digests(calm)
 
 
-def test_a_round_never_runs_twice(tmp_path: Path, sidecar: FakeSidecar) -> None:
+def test_a_round_never_runs_twice(tmp_path: Path, sidecar: WatchedSidecar) -> None:
     sidecar.start()
     with launch(tmp_path, sidecar, "--sleep-per-step", "0.2") as run:
         sidecar.wait_for(Hello)
@@ -139,7 +143,9 @@ def test_a_round_never_runs_twice(tmp_path: Path, sidecar: FakeSidecar) -> None:
         until(lambda: "never forked twice" in again.err(), "the refusal")
 
 
-def test_the_sidecar_may_restart_under_running_ranks(tmp_path: Path, sidecar: FakeSidecar) -> None:
+def test_the_sidecar_may_restart_under_running_ranks(
+    tmp_path: Path, sidecar: WatchedSidecar
+) -> None:
     sidecar.start()
     with launch(tmp_path, sidecar, "--sleep-per-step", "0.1") as run:
         sidecar.wait_for(Hello)
@@ -154,7 +160,7 @@ def test_the_sidecar_may_restart_under_running_ranks(tmp_path: Path, sidecar: Fa
         assert run.wait() == 0, run.err()
 
 
-def test_the_error_of_a_rank_is_in_its_report(tmp_path: Path, sidecar: FakeSidecar) -> None:
+def test_the_error_of_a_rank_is_in_its_report(tmp_path: Path, sidecar: WatchedSidecar) -> None:
     sidecar.start()
     program = tmp_path / "fails.py"
     program.write_text(
@@ -171,7 +177,7 @@ def test_the_error_of_a_rank_is_in_its_report(tmp_path: Path, sidecar: FakeSidec
 
 
 def test_sigterm_saves_stops_and_does_not_finish_the_job(
-    tmp_path: Path, sidecar: FakeSidecar
+    tmp_path: Path, sidecar: WatchedSidecar
 ) -> None:
     sidecar.start()
     with launch(tmp_path, sidecar, "--sleep-per-step", "0.2", "--steps", "10000") as run:
@@ -185,7 +191,7 @@ def test_sigterm_saves_stops_and_does_not_finish_the_job(
     assert sidecar.messages(Finish) == []
 
 
-def test_finish_is_asked_until_it_is_released(tmp_path: Path, sidecar: FakeSidecar) -> None:
+def test_finish_is_asked_until_it_is_released(tmp_path: Path, sidecar: WatchedSidecar) -> None:
     sidecar.start()
     sidecar.released = False
     with launch(tmp_path, sidecar) as run:
@@ -201,7 +207,7 @@ def test_finish_is_asked_until_it_is_released(tmp_path: Path, sidecar: FakeSidec
     "A sidecar is killed, and its ranks have returned before it receives its ROUND again"
 )
 def test_ranks_that_returned_still_finish_after_the_end_of_older_rounds(
-    tmp_path: Path, sidecar: FakeSidecar
+    tmp_path: Path, sidecar: WatchedSidecar
 ) -> None:
     """A sidecar that was killed is sealed again for its round, after the ranks have returned."""
     sidecar.start()
@@ -233,7 +239,7 @@ exchange() if dist.get_rank() == 0 else read_data()
 """
 
 
-def stacks(sidecar: FakeSidecar, token: str) -> dict[int, RankStack]:
+def stacks(sidecar: WatchedSidecar, token: str) -> dict[int, RankStack]:
     """Request the stacks of all ranks and return the answer, by rank."""
     # Counted before the request: the answer may arrive before a count that follows it.
     answers = len(sidecar.messages(Stacks))
@@ -244,7 +250,7 @@ def stacks(sidecar: FakeSidecar, token: str) -> dict[int, RankStack]:
 
 
 @pytest.mark.fault("A launcher is asked where stopped and waiting ranks are")
-def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: FakeSidecar) -> None:
+def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: WatchedSidecar) -> None:
     sidecar.start()
     program = tmp_path / "hangs.py"
     program.write_text(HANGS)
@@ -280,7 +286,7 @@ def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: FakeSi
 
 @pytest.mark.fault("Ranks are no Python scripts when their stacks are requested")
 def test_a_program_that_is_no_python_script_survives_the_request(
-    tmp_path: Path, sidecar: FakeSidecar
+    tmp_path: Path, sidecar: WatchedSidecar
 ) -> None:
     sidecar.start()
     with Launched(tmp_path, [], ["sleep", "3600"], sidecar.environment()) as run:

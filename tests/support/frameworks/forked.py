@@ -40,7 +40,7 @@ from tests.support.frameworks.kills import Trained
 from tests.support.frameworks.output import Output, read_steps
 from tests.support.trainer.launched import committed_step, until
 
-from holdfast.launcher.ranks.forkserver import TORCH_MODULES
+from holdfast.launcher.forkserver import TORCH_MODULES
 
 _SECONDS = 600.0
 """Bounds a script that hangs. No test asserts on it."""

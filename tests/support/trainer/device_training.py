@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from tests.support.trainer.launched import until
 from tests.support.trainer.slot_files import SlotCopy, slot_of, slots_below
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
 from holdfast.slots.device import DeviceCopies
 from holdfast.state.snapshot import DeviceCopy, read_payload, run_device_copies
 from holdfast.state.tensors import is_tensor
-from holdfast.testing import FakeSidecar
 from holdfast_core.errors import DeviceError
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.slot_file import SlotHeader
@@ -153,7 +153,7 @@ class Training:
 
     def __init__(
         self,
-        sidecar: FakeSidecar,
+        sidecar: WatchedSidecar,
         ckpt: holdfast.Checkpointer,
         shard: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     ) -> None:

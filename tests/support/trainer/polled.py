@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.gang.proposals import Proposals
+from holdfast.gang.agreement import Proposals
 
 
 class PolledByHand(Proposals):

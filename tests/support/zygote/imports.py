@@ -17,7 +17,7 @@ _PACKAGES = {
     "tests": ".",
 }
 """Packages of this repository, whose modules are searched for further imports."""
-_FORK_SERVER = "holdfast.launcher.ranks.forkserver"
+_FORK_SERVER = "holdfast.launcher.forkserver"
 _OTHERS = frozenset({"torch", "numpy"})
 _OF_OPTIMIZERS = "torch._dynamo"
 """torch imports it, with 900 further modules, when a program creates its first optimizer: 1.4 CPU seconds."""

@@ -34,7 +34,7 @@ def connection_of_launcher(
 
 def fork_fork_servers(connection: int) -> None:
     """Let the launcher that this child becomes fork its fork server from the zygote of the connection."""
-    from holdfast.launcher.ranks import processes
+    from holdfast.launcher import processes
 
     os.set_inheritable(connection, False)
     zygotes.give(socket.socket(fileno=connection))

@@ -10,11 +10,11 @@ import torch
 from tests.support.clock import ManualClock
 from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
 from holdfast.connection.progress import LOOP_ENDED, ProgressReporter
 from holdfast.connection.session import Session
-from holdfast.testing import FakeSidecar
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.codec import MAX_METRICS
 from holdfast_core.messages.schema import Hello, Progress
@@ -29,7 +29,7 @@ def interval_steps() -> int:
     return INTERVAL
 
 
-def newest(sidecar: FakeSidecar) -> Progress:
+def newest(sidecar: WatchedSidecar) -> Progress:
     sidecar.wait_for(Progress)
     return sidecar.messages(Progress)[-1]
 
@@ -78,7 +78,7 @@ def with_its_own_interval(ckpt: holdfast.Checkpointer, state: dict[str, Any]) ->
     ],
 )
 def test_every_kind_of_loop_reports_its_steps(
-    sidecar: FakeSidecar, loop: Loop, expected: list[int]
+    sidecar: WatchedSidecar, loop: Loop, expected: list[int]
 ) -> None:
     with holdfast.Checkpointer(when_busy="wait") as ckpt:
         loop(ckpt, {"t": torch.zeros(1)})
@@ -90,7 +90,7 @@ def test_every_kind_of_loop_reports_its_steps(
 
 @pytest.mark.fault("A script reports values whose names are no text, or too many of them")
 @pytest.mark.fault("A reported value has a lone surrogate in its name")
-def test_what_a_script_reports_never_loses_a_message(sidecar: FakeSidecar) -> None:
+def test_what_a_script_reports_never_loses_a_message(sidecar: WatchedSidecar) -> None:
     """Names become labels of /metrics, which is UTF-8: one bad name would break the whole page."""
     with holdfast.Checkpointer() as ckpt:
         ckpt.report(**{"\ud800": 1, "l" * 1000: 2, "none": float("nan")})
@@ -103,7 +103,7 @@ def test_what_a_script_reports_never_loses_a_message(sidecar: FakeSidecar) -> No
 
 
 @pytest.mark.fault("A script does not save a due step")
-def test_a_due_step_without_a_save_is_reported_at_the_end(sidecar: FakeSidecar) -> None:
+def test_a_due_step_without_a_save_is_reported_at_the_end(sidecar: WatchedSidecar) -> None:
     with holdfast.Checkpointer() as ckpt:
         for step in range(1, 2 * INTERVAL + 1):
             ckpt.should_save(step)
@@ -112,7 +112,7 @@ def test_a_due_step_without_a_save_is_reported_at_the_end(sidecar: FakeSidecar) 
 
 @pytest.mark.fault("A save is skipped, and later steps would count it again")
 def test_skipped_saves_are_counted_once(
-    sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+    sidecar: WatchedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sidecar adds the counts up, so each message contains only the new ones."""
     sidecar.faults.delay_seconds["Stage"] = 1.0
@@ -129,7 +129,7 @@ def test_skipped_saves_are_counted_once(
 
 
 @pytest.mark.fault("A sidecar restarts between two steps, or after the last one")
-def test_a_sidecar_that_restarts_receives_the_step_again(sidecar: FakeSidecar) -> None:
+def test_a_sidecar_that_restarts_receives_the_step_again(sidecar: WatchedSidecar) -> None:
     """No other message would report the step between two steps or after the last one."""
     with holdfast.Checkpointer() as ckpt:
         ckpt.should_save(1)
@@ -142,7 +142,7 @@ def test_a_sidecar_that_restarts_receives_the_step_again(sidecar: FakeSidecar) -
     assert (again.step, again.blocked_seconds, again.saves_skipped) == (1, 0.0, 0)
 
 
-def test_pauses_are_reported_when_they_begin_and_when_they_end(sidecar: FakeSidecar) -> None:
+def test_pauses_are_reported_when_they_begin_and_when_they_end(sidecar: WatchedSidecar) -> None:
     def pauses() -> list[str]:
         found = [message.paused for message in sidecar.messages(Progress)]
         return [text for text, before in zip(found, [None, *found], strict=False) if text != before]

@@ -22,7 +22,7 @@ from tests.support.shards.placements import Tensor
 import holdfast
 from holdfast.__main__ import main
 from holdfast.base.settings import current_environment
-from holdfast.convert.output import complete_folder
+from holdfast.convert.exporting import complete_folder
 from holdfast.convert.safetensors_files import read_model, write_model
 from holdfast.convert.selection import entry_of
 from holdfast_core.errors import ConfigError, CorruptionError, FormatError, UnsupportedStateError

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.trainer.dict_store import DictStore
 
-from holdfast.gang.proposals import Proposals, Purpose
+from holdfast.gang.agreement import Proposals, Purpose
 from holdfast.gang.store import GangStore
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launcher.memory import ContainerMemory
+from holdfast.launcher.pod import ContainerMemory
 from holdfast_core.messages.schema import MemoryUse
 
 EVENTS = "low 0\nhigh 0\nmax 12\noom {kills}\noom_kill {kills}\noom_group_kill 0\n"

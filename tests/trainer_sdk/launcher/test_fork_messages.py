@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.launcher.ranks.wire import MAX_PACKET_BYTES, Failed, ForkRank, decode, encode
+from holdfast.launcher.forkserver import MAX_PACKET_BYTES, Failed, ForkRank, decode, encode
 from holdfast_core.errors import FormatError
 
 

@@ -10,7 +10,7 @@ from holdfast.base.settings import single_thread_defaults
 
 PROGRAM = """
 import gc
-from holdfast.launcher.ranks import forkserver
+from holdfast.launcher import forkserver
 runs_before = sum(generation["collections"] for generation in gc.get_stats())
 forkserver.preload(["json"])
 print(sum(generation["collections"] for generation in gc.get_stats()) - runs_before)

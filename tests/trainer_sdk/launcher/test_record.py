@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launcher.record import RoundRecord
+from holdfast.launcher.pod import RoundRecord
 from holdfast_core.errors import FormatError
 from holdfast_core.ids import RestartRound
 

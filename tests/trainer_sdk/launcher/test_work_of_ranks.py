@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from holdfast.launcher.ranks.stacks import STACK_SIGNAL, Watched, find
+from holdfast.launcher.stacks import STACK_SIGNAL, Watched, find
 from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import RankStack
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.trainer.device_training import Training
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
-from holdfast.testing import FakeSidecar
 
 
 @pytest.fixture
-def training(sidecar: FakeSidecar) -> Iterator[Training]:
+def training(sidecar: WatchedSidecar) -> Iterator[Training]:
     with holdfast.Checkpointer() as ckpt:
         running = Training(sidecar, ckpt)
         yield running

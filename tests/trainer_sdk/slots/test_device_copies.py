@@ -16,12 +16,12 @@ from tests.support.trainer.device_training import (
     write,
     write_unseen,
 )
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
-from holdfast.testing import FakeSidecar
 from holdfast_core.errors import SaveFailedError
 
 
@@ -163,7 +163,7 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def test_a_sharded_parameter_is_copied_beside_training(sidecar: FakeSidecar, mesh: Any) -> None:
+def test_a_sharded_parameter_is_copied_beside_training(sidecar: WatchedSidecar, mesh: Any) -> None:
     with holdfast.Checkpointer() as ckpt:
         training = Training(sidecar, ckpt, lambda t: distribute_tensor(t, mesh, [Shard(0)]))
         handle = ckpt.save(1, training.state)

@@ -17,10 +17,10 @@ from tests.support.trainer.device_training import (
     write_unseen,
 )
 from tests.support.trainer.launched import until
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
 from holdfast.slots.staging import Copier, SlotRing
-from holdfast.testing import FakeSidecar
 from holdfast_core.errors import ConfigError, SaveFailedError
 from holdfast_core.ids import Rank, RestartRound
 from holdfast_core.messages.schema import Progress, Restore, Stage
@@ -150,7 +150,7 @@ def test_a_restore_after_a_save_is_refused_in_a_pod(training: Training) -> None:
 
 def test_a_roll_back_waits_for_the_copies(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
-        unused = FakeSidecar(
+        unused = WatchedSidecar(
             tmp_path / "shared", tmp_path / "node"
         )  # not started, because a folder needs no sidecar
         training = Training(unused, ckpt)

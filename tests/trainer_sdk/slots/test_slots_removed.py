@@ -15,9 +15,9 @@ from tests.support.crash.failpoints import in_every_python
 from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import persisters_of, stop, until
 from tests.support.trainer.slot_files import all_taken, slot_of, states_below
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
-from holdfast.testing import FakeSidecar
 from holdfast_core.errors import SaveFailedError
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.slot_file import SlotState
@@ -159,7 +159,7 @@ def interval_steps() -> int:
 @pytest.mark.fault("Another program removes slots in a pod")
 @pytest.mark.parametrize("remove", REMOVALS)
 def test_slots_removed_in_a_pod_are_created_again(
-    tmp_path: Path, sidecar: FakeSidecar, remove: Callable[[Path], None]
+    tmp_path: Path, sidecar: WatchedSidecar, remove: Callable[[Path], None]
 ) -> None:
     slots = tmp_path / "shared" / "slots"
     with holdfast.Checkpointer(on_save_error="raise") as ckpt:
@@ -174,7 +174,7 @@ def test_slots_removed_in_a_pod_are_created_again(
 
 @pytest.mark.fault("Another program removes slots in a pod whose sidecar restarts")
 def test_a_save_in_a_removed_slot_fails_when_the_sidecar_has_restarted(
-    tmp_path: Path, sidecar: FakeSidecar
+    tmp_path: Path, sidecar: WatchedSidecar
 ) -> None:
     with holdfast.Checkpointer() as ckpt:
         ckpt.save(1, state(1)).wait(timeout=HANG_SECONDS)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from tests.support.clock import ManualClock
+from tests.support.trainer.watched_sidecar import WatchedSidecar
 from torch import nn
 
 import holdfast
-from holdfast.testing import FakeSidecar
 from holdfast.training.step_timing import (
     FEWEST_STEPS,
     MOST_PENDING,
@@ -270,7 +270,7 @@ def test_the_sidecar_receives_the_work_if_the_job_looks_for_stragglers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, measures: bool
 ) -> None:
     model = nn.Linear(3, 3)
-    with FakeSidecar(tmp_path / "shared", tmp_path / "node", straggler_factor=factor) as sidecar:
+    with WatchedSidecar(tmp_path / "shared", tmp_path / "node", straggler_factor=factor) as sidecar:
         for name, value in sidecar.environment(HOLDFAST_ROUND="0").items():
             monkeypatch.setenv(name, value)
         with holdfast.Checkpointer() as ckpt:

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast.api import restore, save
-    from holdfast.base.handle import SaveHandle, SaveTimeoutError
+    from holdfast.base.handle import RestorePoint, SaveHandle, SaveTimeoutError, TensorInfo
     from holdfast.base.options import Folder
-    from holdfast.base.restore_point import RestorePoint, TensorInfo
     from holdfast.checkpointer import Checkpointer
-    from holdfast.reading.checkpoint import SavedCheckpoint
+    from holdfast.reading.checkpoint import LazyTensor, SavedCheckpoint
     from holdfast.reading.opening import Checkpoints, SavedStep
     from holdfast.reading.opening import open_checkpoints as open
-    from holdfast.reading.tensor import LazyTensor
     from holdfast.state.kinds import Shared
     from holdfast.state.rng import RNG
     from holdfast.training.warmup import pin_threads, warm_up
@@ -77,11 +75,11 @@ _MODULES = {
     "Folder": "holdfast.base.options",
     "HoldfastError": "holdfast_core.errors",
     "Interval": "holdfast_core.messages.schema",
-    "LazyTensor": "holdfast.reading.tensor",
+    "LazyTensor": "holdfast.reading.checkpoint",
     "Level": "holdfast_core.ids",
     "NotFoundError": "holdfast_core.errors",
     "RNG": "holdfast.state.rng",
-    "RestorePoint": "holdfast.base.restore_point",
+    "RestorePoint": "holdfast.base.handle",
     "SaveFailedError": "holdfast_core.errors",
     "SaveHandle": "holdfast.base.handle",
     "SaveTimeoutError": "holdfast.base.handle",
@@ -90,7 +88,7 @@ _MODULES = {
     "Shared": "holdfast.state.kinds",
     "StateDictError": "holdfast_core.errors",
     "StateMismatchError": "holdfast_core.errors",
-    "TensorInfo": "holdfast.base.restore_point",
+    "TensorInfo": "holdfast.base.handle",
     "UnsupportedStateError": "holdfast_core.errors",
     "open": "holdfast.reading.opening",
     "pin_threads": "holdfast.training.warmup",

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     from holdfast.launcher import main as launcher
-    from holdfast.launcher.command_line import options
+    from holdfast.launcher import options
 
     options.add_arguments(run_parser)
     from holdfast import conversion

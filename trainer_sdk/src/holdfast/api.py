@@ -16,8 +16,42 @@ from holdfast.base.options import Folder, folder_path
 from holdfast.checkpointer import Checkpointer
 from holdfast_core.errors import ConfigError
 
-_lock = threading.Lock()
-_shared: tuple[str | None, Checkpointer] | None = None
+
+class SharedCheckpointer:
+    """The one Checkpointer of a process, which the first call opens and the end of the process closes.
+
+    Args:
+        users: The functions that use it, for an error message.
+        advice: What to use instead for a second folder.
+        options: Arguments of the Checkpointer.
+    """
+
+    def __init__(self, users: str, advice: str, **options: Any) -> None:
+        self._users = users
+        self._advice = advice
+        self._options = options
+        self._lock = threading.Lock()
+        self._opened: tuple[str | None, Checkpointer] | None = None
+
+    def of(self, place: str | os.PathLike[str] | Folder | None) -> Checkpointer:
+        """Return the Checkpointer. Raises ConfigError if `place` is not the folder of the first call."""
+        path = place.path if isinstance(place, Folder) else place
+        name = None if path is None else str(folder_path(path))
+        with self._lock:
+            if self._opened is None:
+                checkpointer = Checkpointer(place, **self._options)
+                checkpointer.open()
+                atexit.register(checkpointer.close)
+                self._opened = name, checkpointer
+            elif name is not None and self._opened[0] != name:
+                raise ConfigError(
+                    f"{self._users} already use {self._opened[0] or 'the sidecar'}, requested {name}: "
+                    f"{self._advice} for a second location"
+                )
+            return self._opened[1]
+
+
+_shared = SharedCheckpointer("holdfast.save and restore", "use holdfast.Checkpointer(dir=...)")
 
 
 def restore(
@@ -27,7 +61,7 @@ def restore(
 
     Raises ConfigError when an earlier call named another `dir`.
     """
-    return _checkpointer(dir).restore(state)
+    return _shared.of(dir).restore(state)
 
 
 def save(
@@ -38,26 +72,4 @@ def save(
     At exit the process closes this Checkpointer and waits for its saves. Raises ConfigError when an
     earlier call named another `dir`.
     """
-    return _checkpointer(dir).save(step, state)
-
-
-def _checkpointer(dir: str | os.PathLike[str] | Folder | None) -> Checkpointer:
-    """Return the shared Checkpointer; the first call opens it.
-
-    Raises ConfigError when `dir` differs from the directory of the first call.
-    """
-    global _shared
-    path = dir.path if isinstance(dir, Folder) else dir
-    name = None if path is None else str(folder_path(path))
-    with _lock:
-        if _shared is None:
-            checkpointer = Checkpointer(dir)
-            checkpointer.open()
-            atexit.register(checkpointer.close)
-            _shared = (name, checkpointer)
-        elif name is not None and _shared[0] != name:
-            raise ConfigError(
-                f"holdfast.save and restore already use {_shared[0] or 'the sidecar'}, requested "
-                f"{name}: use holdfast.Checkpointer(dir=...) for a second location"
-            )
-        return _shared[1]
+    return _shared.of(dir).save(step, state)

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.base.handle import SaveHandle
+from holdfast.base.handle import RestorePoint, SaveHandle
 from holdfast.base.options import (
     Folder,
     IntervalRule,
@@ -26,7 +26,6 @@ from holdfast.base.options import (
     WhenBusy,
     require_state,
 )
-from holdfast.base.restore_point import RestorePoint
 from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.decisions import SaveDecision, interval_of
 from holdfast.checkpoint.opened import Opened
@@ -42,9 +41,15 @@ from holdfast.reading.opening import SavedStep
 from holdfast.state.loading.named_tensors import NamedTensors
 from holdfast.state.loading.restore_target import RestoreTarget
 from holdfast.state.rng import RNG, LaterRng, Load, WhenRng
-from holdfast.training.lazy_loaders import LazyLoaderWatch
-from holdfast.training.loop import Position, TrainingLoop, checked_step
-from holdfast.training.signals import HandledSignal, interrupts_at_end, stop_signal
+from holdfast.training.inexact_data import LazyLoaderWatch
+from holdfast.training.loop import (
+    HandledSignal,
+    Position,
+    TrainingLoop,
+    checked_step,
+    interrupts_at_end,
+    stop_signal,
+)
 from holdfast_core.errors import ConfigError, CorruptionError, StateDictError
 from holdfast_core.ids import Step
 from holdfast_core.messages.schema import Interval

@@ -1,10 +1,12 @@
-"""`SaveHandle`, which `save` returns: the progress of a save, and a way to wait for a level."""
+"""What the methods of a Checkpointer return: the progress of a save, and a checkpoint before it is loaded."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 from holdfast_core.errors import SaveFailedError
 from holdfast_core.ids import Level, RestartRound, Step
@@ -156,3 +158,30 @@ class SaveHandle:
         needed = [lv for lv in Level if level.includes(lv)]
         reasons = {**self._unreported, **self._failures}
         return next((reasons[lv] for lv in needed if lv in reasons), "")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Type and size of a saved tensor or array.
+
+    dtype: name of the type in torch and numpy, such as "float32".
+    shape: shape of the whole tensor, of which each rank may have saved a part.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePoint:
+    """The checkpoint that `Checkpointer.restore` loads, without the bytes of its tensors.
+
+    step: number of optimizer steps.
+    tensors: the tensors that belong to all ranks together, by name, such as "model.weight".
+    objects: the state that rank 0 saved, with a TensorInfo in the place of each tensor and array, the value
+      in the place of an enum member, and a plain tuple in the place of a named tuple.
+    """
+
+    step: int
+    tensors: Mapping[str, TensorInfo]
+    objects: Mapping[str, Any]

@@ -1,11 +1,12 @@
 """The arguments of a Checkpointer, with its `Folder`, checked before anything is opened or allocated.
 
 Without these checks a wrong value would fail far from its cause, or not at all: an unknown `on_save_error`
-would count as "warn". A folder is a path or a file URL.
+would count as "warn". A folder is a path or a file URL, and its store is a URL that needs an extra.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import operator
 import os
@@ -19,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 from holdfast_core.contract import DEFAULT_MTBF_SECONDS
 from holdfast_core.errors import ConfigError
 from holdfast_core.messages.schema import Timing
+from holdfast_core.store_url import StoreUrl, parse_store_url
 
 
 def checked_count(
@@ -227,3 +229,22 @@ class Options:
     def waits(self) -> bool:
         """Whether a save waits for a free slot instead of being left out."""
         return self.when_busy == "wait"
+
+
+_PACKAGES = ("minio", "zstandard")
+
+
+def required_store(url: str) -> StoreUrl:
+    """Return the parsed URL.
+
+    Raises:
+        ConfigError: It is not a URL of a store, or a package is not installed.
+    """
+    parsed = parse_store_url(url)
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the store {url!r} needs the packages {' and '.join(missing)}, which are not "
+            'installed: pip install "holdfast-sdk[s3]"'
+        )
+    return parsed

@@ -138,7 +138,7 @@ def rank_environment(
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # Some distributions build torch without libuv, where a request for it is an error. torch reads
-        # this variable in versions after 2.6; see tcp_store for 2.6.
+        # this variable in versions after 2.6; see gang.store for 2.6.
         "USE_LIBUV": "0",
         _NCCL_ERRORS: os.environ.get(_NCCL_ERRORS, "1"),
     }

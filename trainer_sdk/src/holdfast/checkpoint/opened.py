@@ -13,8 +13,7 @@ from holdfast.checkpoint.restoring import Peeker, Restorer
 from holdfast.checkpoint.saving import Saver, Saves
 from holdfast.checkpoint.status import SaveStatus
 from holdfast.connection.session import Session
-from holdfast.gang.agreement import StepAgreement
-from holdfast.gang.proposals import Proposals
+from holdfast.gang.agreement import Proposals, StepAgreement
 from holdfast.gang.store import connect_store
 from holdfast.places.place import Place
 from holdfast.slots.staging import SlotRing

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from holdfast.base.handle import RestorePoint, TensorInfo
 from holdfast.base.notices import show_notice
-from holdfast.base.restore_point import RestorePoint, TensorInfo
 from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.in_place import InPlace, read_in_place
 from holdfast.connection.link import OpenedFile

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 from holdfast_core.errors import (
@@ -93,6 +94,17 @@ class OwnSocket(socket.socket):
     def forget(self) -> None:
         """Close only this process's descriptor. The connection of the parent process stays open."""
         super().close()
+
+
+def connect_to(path: Path) -> OwnSocket:
+    """Connect to a Unix socket. Raises OSError."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(str(path))
+    except OSError:
+        connection.close()
+        raise
+    return OwnSocket.of(connection)
 
 
 _open: weakref.WeakSet[OwnSocket] = weakref.WeakSet()

@@ -1,21 +1,28 @@
-"""Exports a checkpoint to a folder or a file of another tool."""
+"""Exports a checkpoint to a folder or a file of another tool.
+
+The output appears completely or not at all. It is written to `<target>.holdfast-partial`, made durable, and
+renamed. A later export to the same target removes what an interrupted one has left.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from holdfast.convert.dcp_files import write_dcp
-from holdfast.convert.output import complete_file, complete_folder
 from holdfast.convert.safetensors_files import write_model
 from holdfast.convert.selection import entry_of
-from holdfast.convert.torch_file import write_torch
+from holdfast.convert.torch_files import write_dcp, write_torch
 from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.opening import open_checkpoints
 from holdfast_core.errors import ConfigError
-from holdfast_core.node.files import disk_errors
+from holdfast_core.failpoint import failpoint
+from holdfast_core.node.files import disk_errors, fsync_directory
 
 Format = Literal["hf", "dcp", "torch"]
 DEFAULT_ENTRY = "model"
@@ -88,3 +95,102 @@ def _copy_config(source: Path, target: Path) -> None:
         for path in sorted(source.iterdir()):
             if path.is_file() and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, target / path.name)
+
+
+@contextmanager
+def complete_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty directory that becomes `target` if the body succeeds.
+
+    Raises ConfigError if `target` exists and is not an empty directory that can be replaced, or if another
+    process writes it.
+    """
+    _expect_free(target)
+    with _partial(target) as partial:
+        yield partial
+        with disk_errors(f"making {partial} durable"):
+            for path in partial.rglob("*"):
+                _fsync(path)
+            fsync_directory(partial)
+            failpoint("export.before_rename")
+            _expect_free(target)
+            partial.rename(target)
+            fsync_directory(target.parent)
+
+
+@contextmanager
+def complete_file(target: Path) -> Iterator[Path]:
+    """Yield the path of a new file that becomes `target` if the body succeeds. See `complete_folder`."""
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists already: remove it or choose another output")
+    with _partial(target) as partial:
+        path = partial / target.name
+        yield path
+        with disk_errors(f"making {path} durable"):
+            _fsync(path)
+            failpoint("export.before_rename")
+            os.link(path, target)  # which fails if the target exists now
+            fsync_directory(target.parent)
+
+
+@contextmanager
+def _partial(target: Path) -> Iterator[Path]:
+    """Yield an empty, locked directory beside the target. Remove it at the end, unless it was renamed."""
+    partial = target.with_name(f"{target.name}.holdfast-partial")
+    with disk_errors(f"creating {partial}"):
+        partial.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_own = _is_at(partial, descriptor)  # not if its owner has renamed or removed it
+        except BlockingIOError:
+            is_own = False
+        if not is_own:
+            raise ConfigError(f"{target}: another process writes it ({partial} is locked)")
+        with disk_errors(f"emptying {partial}"):
+            for path in partial.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        try:
+            yield partial
+        finally:
+            if _is_at(partial, descriptor):
+                shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Return whether `path` is the directory of the descriptor."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def _expect_free(target: Path) -> None:
+    # A rename at the end of a long export would fail.
+    if target.is_symlink() or os.path.ismount(target):
+        raise ConfigError(
+            f"{target} is a link or a mount point, which cannot be replaced: choose a folder below it"
+        )
+    try:
+        is_free = not any(target.iterdir())
+    except FileNotFoundError:
+        is_free = True
+    except NotADirectoryError:
+        is_free = False
+    if not is_free:
+        raise ConfigError(
+            f"{target} exists already and is not an empty folder: remove it or choose another output"
+        )
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.reading.checkpoint import SavedCheckpoint
-from holdfast.reading.tensor import LazyTensor
+from holdfast.reading.checkpoint import LazyTensor, SavedCheckpoint
 from holdfast_core.errors import ConfigError
 
 CASTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}

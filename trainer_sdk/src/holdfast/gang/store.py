@@ -4,6 +4,10 @@ torch's store has no authentication, so that any process that reaches its port m
 therefore sign their values with the secret of the round. The launcher passes the secret in their
 environment, and it is never stored. A value without a valid signature counts as absent. torch is needed
 only where there is more than one rank.
+
+A build of torch without libuv, such as Debian's python3-torch, rejects its own default (`use_libuv=True`),
+and `init_process_group` with a launcher's store cannot select the other backend. Both backends use the same
+protocol and the same server (`open_store`).
 """
 
 from __future__ import annotations
@@ -12,12 +16,12 @@ import hashlib
 import hmac
 import itertools
 import logging
+import sys
 import time
 from datetime import timedelta
 from typing import Any, Protocol
 
 from holdfast.base.settings import RankSettings
-from holdfast.gang.tcp_store import open_store
 from holdfast_core.errors import ConfigError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -174,3 +178,27 @@ def connect_store(settings: RankSettings) -> GangStore | None:
         )
     secret = None if settings.store_secret is None else settings.store_secret.encode()
     return GangStore(distributed.PrefixStore(prefix, store), prefix, secret)
+
+
+def open_store(*arguments: Any, **options: Any) -> Any:
+    """Open a TCPStore, with torch's default backend first. Raises what torch raises."""
+    from torch import distributed as untyped
+
+    distributed: Any = untyped  # torch's stubs do not export its stores
+    try:
+        return distributed.TCPStore(*arguments, **options)
+    except RuntimeError as error:
+        if "without libuv" not in str(error):
+            raise
+    return distributed.TCPStore(*arguments, **{**options, "use_libuv": False})
+
+
+def tolerate_missing_libuv() -> None:
+    """Make `init_process_group("gloo")` (env://) of this process open its store with `open_store`.
+
+    A build with libuv behaves as before. This does nothing in a process that has not imported
+    torch.distributed.
+    """
+    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
+    if rendezvous is not None and hasattr(rendezvous, "TCPStore"):
+        rendezvous.TCPStore = open_store

@@ -16,8 +16,7 @@ from accelerate.data_loader import skip_first_batches
 from accelerate.utils import DistributedType
 
 import holdfast
-from holdfast.integrations.epochs import EpochStart
-from holdfast.integrations.randomness import DrawWatch
+from holdfast.integrations.epochs import DrawWatch, EpochStart
 from holdfast.integrations.versions import warn_if_untested
 from holdfast_core.errors import ConfigError
 

@@ -1,15 +1,22 @@
-"""What decides the order of the samples of a pass over the data, for loaders that accelerate has prepared.
+"""Random numbers of a pass over the data, for the loaders of accelerate, the Trainer and Lightning.
 
 A sampler draws its order when a pass begins: from the global generators, from a generator that it shares
 with the other ranks, or from a seed of its own and the number of the pass. A training that restarts in the
 middle of a pass needs the generators as they were when the pass began, and not as they were at the save.
+
+Batches that draw from the global generators while they are fetched differ after a restart: a loader fetches
+ahead, so that the saved generators have already drawn for batches that were not trained yet.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 import holdfast
@@ -27,7 +34,7 @@ class EpochStart:
 
     def record(self, loader: Any) -> None:
         """Record the generators. Call it directly before `iter(loader)`."""
-        self._own = list(_generators(loader))
+        self._own = list(generators_of(loader))
         for one, state in zip(self._own, self._left, strict=False):
             one.set_state(state)
         self._left = []
@@ -39,7 +46,7 @@ class EpochStart:
     def repeat(self, loader: Any) -> None:
         """Load the recorded generators. Call it directly before `iter(loader)`."""
         holdfast.RNG().load_state_dict(self._state["rng"])
-        self._own, self._left = list(_generators(loader)), []
+        self._own, self._left = list(generators_of(loader)), []
         for one, state in zip(self._own, self._state["own"], strict=False):
             one.set_state(state)
         sampler = _sampler(loader)
@@ -57,10 +64,10 @@ class EpochStart:
         return [one.get_state() for one in self._own]
 
 
-def _generators(loader: Any) -> Iterator[torch.Generator]:
-    """Return the generators that a loader and its samplers draw from, besides the global ones."""
+def generators_of(*loaders: Any) -> Iterator[torch.Generator]:
+    """Return the generators that loaders and their samplers draw from, besides the global ones."""
     seen: set[int] = set()
-    for owner in _with_samplers(loader):
+    for owner in itertools.chain.from_iterable(map(_with_samplers, loaders)):
         for name in ("synchronized_generator", "generator"):
             generator = getattr(owner, name, None)
             if isinstance(generator, torch.Generator) and id(generator) not in seen:
@@ -80,3 +87,40 @@ def _with_samplers(loader: Any) -> Iterator[Any]:
         yield one
         inner = getattr(one, "batch_sampler", None)
         one = inner if inner is not None else getattr(one, "sampler", None)
+
+
+class DrawWatch:
+    """Compares the generators before and after a fetch, until the first save.
+
+    The first fetch of a pass is left out, because samplers may draw the order of the pass in it. Draws in
+    the workers of a loader are not seen.
+    """
+
+    def __init__(self) -> None:
+        self.has_drawn = False
+        self._is_first = True
+        self._has_ended = False
+
+    def pass_begins(self) -> None:
+        """Leave out the next fetch."""
+        self._is_first = True
+
+    def end(self) -> None:
+        """Stop comparing."""
+        self._has_ended = True
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Compare the generators before and after this block, which fetches batches."""
+        if self._is_first or self._has_ended:
+            self._is_first = False
+            yield
+            return
+        before = _global_states()
+        yield
+        self.has_drawn = self.has_drawn or _global_states() != before
+
+
+def _global_states() -> tuple[object, ...]:
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from holdfast.base.handle import SaveHandle
-from holdfast.base.restore_point import RestorePoint, TensorInfo
+from holdfast.base.handle import RestorePoint, SaveHandle, TensorInfo
 from holdfast.base.settings import RankSettings
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.boxes import as_box, by_first_part

@@ -13,22 +13,17 @@ import logging
 import signal
 import sys
 import uuid
-from collections.abc import Coroutine
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.launcher.channel import SidecarChannel
-from holdfast.launcher.command_line.device_count import count_ranks
-from holdfast.launcher.command_line.options import DEFAULT_GRACE_SECONDS, RunOptions
-from holdfast.launcher.memory import ContainerMemory
-from holdfast.launcher.pod import PodLauncher
-from holdfast.launcher.ranks.log_files import LogFiles
-from holdfast.launcher.ranks.processes import ForkServerError, Processes
-from holdfast.launcher.ranks.scratch import ScratchDirectory
-from holdfast.launcher.record import RoundRecord
-from holdfast.launcher.standalone import GangOptions, StandaloneLauncher
-from holdfast_core.contract import LAUNCHER_ROUND_FILE, SOCKET_NAME, PodContract
+from holdfast.base.settings import RankSettings
+from holdfast.launcher.device_count import count_ranks
+from holdfast.launcher.options import DEFAULT_GRACE_SECONDS, RunOptions
+from holdfast.launcher.output import LogFiles
+from holdfast.launcher.pod import ContainerMemory, PodLauncher
+from holdfast.launcher.processes import ForkServerError, Processes, RoundSettings
+from holdfast.launcher.standalone import ScratchDirectory, StandaloneLauncher
+from holdfast_core.contract import PodContract
 from holdfast_core.errors import ConfigError, HoldfastError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +32,10 @@ _SIGNAL_EXIT = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
 class Supervisor(Protocol):
+    async def run(self) -> int:
+        """Run until the ranks have ended. Return the exit code."""
+        ...
+
     def stop(self) -> None:
         """Start no more ranks, because the launcher is about to exit."""
         ...
@@ -74,11 +73,12 @@ async def _run(options: RunOptions, contract: PodContract | None) -> int:
     try:
         stop.install()
         processes.start()
+        supervisor: Supervisor
         if contract is not None:
-            supervisor, work = _in_pod(contract, processes)
+            supervisor = PodLauncher(processes, contract, ContainerMemory())
         else:
-            supervisor, work = await _on_this_machine(options, processes, scratch)
-        task = asyncio.ensure_future(work)
+            supervisor = await _on_this_machine(options, processes, scratch)
+        task = asyncio.ensure_future(supervisor.run())
         waiting: set[asyncio.Future[Any]] = {task, stop.first, lost}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         try:
@@ -110,27 +110,19 @@ def _with_run_id(options: RunOptions, contract: PodContract | None) -> RunOption
     return replace(options, run_id=given or f"holdfast-{uuid.uuid4().hex[:12]}")
 
 
-def _in_pod(
-    contract: PodContract, processes: Processes
-) -> tuple[Supervisor, Coroutine[None, None, int]]:
-    shared = Path(contract.shared_dir)
-    record = RoundRecord(shared / LAUNCHER_ROUND_FILE)
-    pod = PodLauncher(processes, contract, record, ContainerMemory())
-    return pod, pod.run(SidecarChannel(shared / SOCKET_NAME, pod))
-
-
 async def _on_this_machine(
     options: RunOptions, processes: Processes, scratch: ScratchDirectory
-) -> tuple[Supervisor, Coroutine[None, None, int]]:
+) -> StandaloneLauncher:
     procs = await count_ranks(options.nproc or "1")
     path = scratch.open()
-    launcher = StandaloneLauncher(
-        processes,
-        GangOptions(
-            procs, options.max_restarts, options.run_id, None if path is None else str(path)
-        ),
+    first = RankSettings(
+        local_world_size=procs,
+        world_size=procs,
+        scratch_dir=None if path is None else str(path),
     )
-    return launcher, launcher.run()
+    return StandaloneLauncher(
+        processes, RoundSettings(first, 0, options.run_id, options.max_restarts)
+    )
 
 
 def _grace_seconds(options: RunOptions, contract: PodContract | None) -> float:

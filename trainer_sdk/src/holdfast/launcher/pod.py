@@ -2,7 +2,8 @@
 
  1. The launcher connects and sends Hello, with the round whose ranks run and the last round that it forked.
  2. On HostStore it starts the round's store process and sends StoreAddress.
- 3. On Run it records the round durably and forks the round's ranks. It never runs a round twice.
+ 3. On Run it records the round durably and forks the round's ranks. It never runs a round twice: if the
+    launcher's container restarts during a round, the gang cannot continue with that round's ranks.
  4. When a rank ends, it sends Exited. When all ranks have returned 0, it sends Finish and exits as soon as
     the sidecar releases it.
  5. On TakeStacks it finds out where its ranks are, writes their stacks to its log and sends Stacks.
@@ -17,17 +18,21 @@ This also works when the sidecar starts late, restarts, or repeats a message.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from holdfast.launcher.channel import SidecarChannel
-from holdfast.launcher.memory import ContainerMemory
-from holdfast.launcher.ranks.gang import STORE_SECRET_BYTES, Gang, RoundSettings
-from holdfast.launcher.ranks.processes import Processes, RankProcess
-from holdfast.launcher.record import RoundRecord
-from holdfast_core.contract import PodContract
+from holdfast.base.settings import RankSettings
+from holdfast.connection.link import Link, connect_to
+from holdfast.launcher.processes import STORE_SECRET_BYTES, Processes, RankProcess, RoundSettings
+from holdfast_core.contract import LAUNCHER_ROUND_FILE, SOCKET_NAME, PodContract
+from holdfast_core.errors import FormatError, HoldfastError, NotFoundError
 from holdfast_core.ids import Rank, RestartRound, is_spare
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
@@ -40,15 +45,87 @@ from holdfast_core.messages.schema import (
     HelloReply,
     HostStore,
     LocalRole,
+    MemoryUse,
     Run,
     Stacks,
     StoreAddress,
     TakeStacks,
 )
+from holdfast_core.node.documents import read_document, replace_document
+
+
+class RoundRecord:
+    """Durable record of the newest round for which this pod has forked ranks. Only its launcher writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> RestartRound | None:
+        """Return the recorded round, or None if no round was ever run. Raises FormatError."""
+        try:
+            return RestartRound(int(json.loads(read_document(self._path))["round"]))
+        except NotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, OverflowError, FormatError) as error:
+            raise FormatError(
+                f'{self._path}: expected {{"round": N}} with its digest, found another text: {error}; only '
+                "`holdfast run` writes this file. Delete it only if no rank of this pod runs"
+            ) from error
+
+    def write(self, round_: RestartRound) -> None:
+        """Record `round_`. It is durable when this returns."""
+        replace_document(self._path, json.dumps({"round": round_}).encode(), durable=True)
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class ContainerMemory:
+    """Reader of a memory cgroup. Without a cgroup of version 2 it finds nothing.
+
+    Args:
+        root: Folder of the cgroup.
+    """
+
+    def __init__(self, root: Path = CGROUP) -> None:
+        self._root = root
+        self._kills = 0
+
+    def begin(self) -> None:
+        """Begin a round: only processes that the kernel ends after this call count."""
+        self._kills = self._killed()
+
+    def exceeded(self) -> MemoryUse | None:
+        """Return the memory use if the kernel has ended a process in this round because memory ran out."""
+        if self._killed() <= self._kills:
+            return None
+        return MemoryUse(self._read("memory.max"), self._read("memory.peak"))
+
+    def _killed(self) -> int:
+        """Return the number of processes of the cgroup that the kernel has ended because memory ran out."""
+        for line in self._text("memory.events").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.isdecimal():
+                return int(count)
+        return 0
+
+    def _read(self, name: str) -> int | None:
+        """Return the number in a file. None: there is no such file, or it says "max"."""
+        text = self._text(name).strip()
+        return int(text) if text.isdecimal() else None
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self._root / name).read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return ""
+
 
 logger = logging.getLogger(__name__)
 
 _FINISH_PAUSE_SECONDS = 0.2
+_CLOSE_SECONDS = 1.0
+"""Time for the last messages. A sidecar that does not read them may not keep the pod from ending."""
 _REPORT_SECONDS = 5.0
 """Limit for the reports of ended ranks when the launcher leaves. They need some turns of its event loop."""
 
@@ -61,6 +138,62 @@ class _Store:
     address: StoreAddress
 
 
+class _SidecarLink:
+    """The link to the sidecar, whose callbacks run in the event loop.
+
+    They run in the order of the calls, each after the end of the one before: a Hello that is sent while a Run
+    is carried out would say that no ranks run.
+    """
+
+    def __init__(self, path: Path, launcher: PodLauncher) -> None:
+        self._launcher = launcher
+        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
+        self._logged = ""
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        """Has the error of a callback, which ends the launcher."""
+        self.link = Link(partial(connect_to, path), self)
+
+    # ------------------------------------------------------------------ LinkEvents, in the link's thread
+
+    def hello(self) -> Hello:
+        try:
+            hello: Hello = self._in_turn(self._launcher.hello).result()
+        except CancelledError as error:
+            raise ConnectionAbortedError("the launcher ends") from error
+        return hello
+
+    def hello_accepted(self, reply: HelloReply) -> None:
+        logger.info("connected to the sidecar, which is in round %d", reply.round)
+        self._logged = ""
+
+    def connected(self) -> None:
+        self._in_turn(self._launcher.send_again)
+
+    def disconnected(self, reason: str) -> None:
+        if reason != self._logged:
+            self._logged = reason
+            logger.info("no connection to the sidecar, connecting again: %s", reason)
+
+    def refused(self, error: HoldfastError) -> None:
+        """Do nothing: `disconnected` gets the reason."""
+
+    def push(self, message: Any) -> None:
+        self._in_turn(partial(self._launcher.handle, message))
+
+    def _in_turn(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
+        async def run() -> Any:
+            async with self._turn:
+                try:
+                    return await work()
+                except Exception as error:
+                    if not self.failed.done():
+                        self.failed.set_exception(error)
+                    raise
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+
 class PodLauncher:
     """Launcher of one pod's ranks. `run` returns when the gang has finished."""
 
@@ -68,15 +201,17 @@ class PodLauncher:
         self,
         processes: Processes,
         contract: PodContract,
-        record: RoundRecord,
         memory: ContainerMemory,
     ) -> None:
+        shared = Path(contract.shared_dir)
         self._processes = processes
         self._memory = memory
         self._contract = contract
-        self._record = record
+        self._record = RoundRecord(shared / LAUNCHER_ROUND_FILE)
+        self._sidecar = _SidecarLink(shared / SOCKET_NAME, self)
         self._last_round: RestartRound | None = None
-        self._gang: Gang | None = None
+        self._round: RestartRound | None = None
+        """The round whose ranks run."""
         self._watch: asyncio.Task[None] | None = None
         self._stacks: asyncio.Task[None] | None = None
         self._stacks_token = ""
@@ -85,58 +220,58 @@ class PodLauncher:
         self._store: _Store | None = None
         self._succeeded = asyncio.Event()
         self._stopping = False
-        self.channel: SidecarChannel | None = None
 
-    async def run(self, channel: SidecarChannel) -> int:
+    async def run(self) -> int:
         """Serve the sidecar until the gang has finished, then return 0.
 
-        Raises FormatError for an invalid round record, and for a spare what `Processes.ready` raises.
+        Raises FormatError for an invalid round record, what a message leads to, such as ConfigError for a log
+        file that cannot be opened, and for a spare what `Processes.ready` raises.
         """
         self._last_round = self._record.read()
         if is_spare(self._contract.worker):
             await self._processes.ready()
-        self.channel = channel
-        connection = asyncio.ensure_future(channel.run())
+        link, failed = self._sidecar.link, self._sidecar.failed
+        link.start()
+        finishing = asyncio.ensure_future(self._finish())
         try:
-            finishing = asyncio.ensure_future(self._finish())
-            await asyncio.wait({connection, finishing}, return_when=asyncio.FIRST_COMPLETED)
-            if connection.done():
-                finishing.cancel()
-                connection.result()
+            waiting: set[asyncio.Future[Any]] = {finishing, failed}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
             return finishing.result()
         finally:
+            finishing.cancel()
             if self._stopping and self._watch is not None:
                 # All ranks have ended. Without this wait the sidecar would miss those that ended last.
                 await asyncio.wait({self._watch}, timeout=_REPORT_SECONDS)
-            connection.cancel()
+            await asyncio.to_thread(link.close, _CLOSE_SECONDS)
             self._cancel_tasks()
 
     def stop(self) -> None:
         """Fork no more ranks and send no Finish, because the pod is about to end."""
         self._stopping = True
 
-    # ------------------------------------------------------------------ ChannelHandler
+    # ------------------------------------------------------------------ called one after another
 
-    def hello(self) -> Hello:
+    async def hello(self) -> Hello:
         return Hello(
             PROTOCOL_VERSION,
             self._contract.job_uid,
             LocalRole.LAUNCHER,
-            round=None if self._gang is None else self._gang.plan.round,
+            round=self._round,
             last_round=self._last_round,
         )
 
-    async def connected(self, reply: HelloReply) -> None:
+    async def send_again(self) -> None:
         """Send again the messages that the sidecar may not have received."""
-        logger.info("connected to the sidecar, which is in round %d", reply.round)
-        if self._ended_round is not None and self._gang is None:
-            self._notify(Ended(self._ended_round))
+        if self._ended_round is not None and self._round is None:
+            self._sidecar.link.notify(Ended(self._ended_round))
         if self._store is not None:
-            self._notify(self._store.address)
+            self._sidecar.link.notify(self._store.address)
         for message in self._exited.values():
-            self._notify(message)
+            self._sidecar.link.notify(message)
 
-    async def push(self, message: Any) -> None:
+    async def handle(self, message: Any) -> None:
         match message:
             case HostStore():
                 await self._host_store(message.round)
@@ -149,8 +284,6 @@ class PodLauncher:
             case _:
                 logger.warning("ignored a message that is not for launchers: %s", message)
 
-    # ------------------------------------------------------------------ steps
-
     async def _host_store(self, round_: RestartRound) -> None:
         if self._store is not None and self._store.address.round != round_:
             self._processes.end_store(self._store.key)
@@ -159,7 +292,7 @@ class PodLauncher:
             key, port = await self._processes.fork_store("")
             secret = secrets.token_hex(STORE_SECRET_BYTES)
             self._store = _Store(key, StoreAddress(round_, port, secret))
-        self._notify(self._store.address)
+        self._sidecar.link.notify(self._store.address)
 
     async def _start(self, run: Run) -> None:
         if self._stopping:
@@ -172,13 +305,13 @@ class PodLauncher:
                 self._last_round,
             )
             return
-        if self._gang is not None:
-            await self._stop_gang()
+        if self._round is not None:
+            await self._stop_ranks()
         await asyncio.to_thread(self._record.write, run.round)
         self._last_round = run.round
         self._exited.clear()
         self._ended_round = None
-        self._gang = Gang(self._processes, _plan(run, self._contract))
+        self._round = run.round
         logger.info(
             "round %d: forking ranks %d to %d of %d, from step %s",
             run.round,
@@ -188,42 +321,42 @@ class PodLauncher:
             run.restore_point.step,
         )
         self._memory.begin()
-        await self._gang.start()
-        self._watch = asyncio.ensure_future(self._watch_ranks(self._gang))
+        await self._processes.fork_ranks(_settings(run, self._contract))
+        self._watch = asyncio.ensure_future(self._watch_ranks(run.round))
 
     async def _end(self, round_: RestartRound) -> None:
-        if self._gang is not None and self._gang.plan.round < round_:
+        if self._round is not None and self._round < round_:
             logger.info("round %d begins: ending the ranks", round_)
-            await self._stop_gang()
+            await self._stop_ranks()
         if self._store is not None and self._store.address.round < round_:
             self._processes.end_store(self._store.key)
             self._store = None
-        if self._gang is None:
+        if self._round is None:
             self._exited.clear()
             self._ended_round = round_
-            self._notify(Ended(round_))
+            self._sidecar.link.notify(Ended(round_))
 
     def _take_stacks(self, message: TakeStacks) -> None:
         """Find the stacks of the ranks in a task, because End must not wait for them."""
-        gang = self._gang
-        if gang is None or gang.plan.round != message.round:
+        if self._round != message.round:
             return
         if self._stacks is not None and not self._stacks.done():
             if self._stacks_token == message.token:
                 return  # the sidecar repeats the request until it has the stacks
             self._stacks.cancel()
         self._stacks_token = message.token
-        self._stacks = asyncio.ensure_future(self._send_stacks(gang, message))
+        self._stacks = asyncio.ensure_future(self._send_stacks(message))
 
-    async def _send_stacks(self, gang: Gang, message: TakeStacks) -> None:
-        found = await gang.find_stacks()
+    async def _send_stacks(self, message: TakeStacks) -> None:
+        found = await self._processes.find_stacks()
         for one in found:
             logger.warning(
                 "no rank of the gang has finished a step for long; rank %d: %s",
                 one.stack.rank,
                 one.log,
             )
-        self._notify(Stacks(message.round, message.token, tuple(one.stack for one in found)))
+        stacks = tuple(one.stack for one in found)
+        self._sidecar.link.notify(Stacks(message.round, message.token, stacks))
 
     def _cancel_tasks(self) -> None:
         for task in (self._watch, self._stacks):
@@ -231,27 +364,24 @@ class PodLauncher:
                 task.cancel()
         self._watch = self._stacks = None
 
-    async def _stop_gang(self) -> None:
+    async def _stop_ranks(self) -> None:
         self._cancel_tasks()
         self._succeeded.clear()
-        if self._gang is not None:
-            await self._gang.end()
-            self._gang = None
+        await self._processes.end_ranks()
+        self._round = None
 
-    async def _watch_ranks(self, gang: Gang) -> None:
-        seen: set[Rank] = set()
-        while (process := await gang.next_end(seen)) is not None:
-            seen.add(process.rank)
+    async def _watch_ranks(self, round_: RestartRound) -> None:
+        async for process in self._processes.ends():
             code = 1 if process.code is None else process.code
-            self._exited[process.rank] = self._end_of(process, code, gang.plan.round)
+            self._exited[process.rank] = self._end_of(process, code, round_)
             if code != 0:
                 logger.error(
                     "rank %d ended with code %s in round %d; waiting for the next round",
                     process.rank,
                     code,
-                    gang.plan.round,
+                    round_,
                 )
-            self._notify(self._exited[process.rank])
+            self._sidecar.link.notify(self._exited[process.rank])
         if all(message.code == 0 for message in self._exited.values()):
             self._succeeded.set()
 
@@ -265,33 +395,30 @@ class PodLauncher:
         """After all ranks have succeeded, send Finish until the sidecar releases the launcher. Return 0."""
         while True:
             await self._succeeded.wait()
-            if self.channel is not None and self._last_round is not None and not self._stopping:
+            if self._last_round is not None and not self._stopping:
                 try:
-                    reply = await self.channel.request(Finish(self._last_round))
-                except ConnectionResetError:
-                    reply = None
+                    reply = await asyncio.wrap_future(
+                        self._sidecar.link.submit(Finish(self._last_round))
+                    )
+                except HoldfastError:
+                    reply = None  # there is no connection, or the sidecar has refused it
                 if isinstance(reply, FinishReply) and reply.released and self._succeeded.is_set():
                     return 0
             await asyncio.sleep(_FINISH_PAUSE_SECONDS)
 
-    def _notify(self, message: Any) -> None:
-        if self.channel is not None:
-            self.channel.notify(message)
 
-
-def _plan(run: Run, contract: PodContract) -> RoundSettings:
-    return RoundSettings(
-        round=run.round,
+def _settings(run: Run, contract: PodContract) -> RoundSettings:
+    first = RankSettings(
+        rank=run.first_rank,
         world_size=run.world_size,
-        first_rank=run.first_rank,
-        procs=run.procs_per_worker,
-        group_rank=run.group_rank,
+        local_world_size=run.procs_per_worker,
         master_address=run.master_address,
         master_port=run.master_port,
-        run_id=contract.job_uid,
+        round=run.round,
         interval_steps=run.policy.interval_steps,
         timing=run.policy.timing,
         restore_step=run.restore_point.step,
         restore_known=True,
         store_secret=run.store_secret,
     )
+    return RoundSettings(first, run.group_rank, contract.job_uid)

@@ -6,35 +6,79 @@ server. `Checkpointer(dir=...)` decides from which step a round starts.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import secrets
-from dataclasses import dataclass
+import shutil
+import tempfile
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 
-from holdfast.launcher.ranks.gang import STORE_SECRET_BYTES, Gang, RoundSettings
-from holdfast.launcher.ranks.processes import Processes, RankProcess
-from holdfast_core.ids import Rank, RestartRound
+from holdfast.directory.processes import Claim, claim
+from holdfast.launcher.processes import STORE_SECRET_BYTES, Processes, RankProcess, RoundSettings
+from holdfast_core.ids import RestartRound
+
+_PREFIX = "holdfast-run-"
+_LOCK = "lock"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class ScratchDirectory:
+    """A directory in shared memory for the slots of a standalone run, which `close` removes.
+
+    It outlives the ranks, so that a restart in place finds its slots touched and filled. The next launcher
+    removes the directory of a killed launcher, because its lock is free.
+    """
+
+    def __init__(self, parent: Path = SHARED_MEMORY) -> None:
+        self._parent = parent
+        self._lock: Claim | None = None
+        self.path: Path | None = None
+
+    def open(self) -> Path | None:
+        """Create the directory. Return None where the machine has no usable shared memory.
+
+        The slots are then in the folder of the checkpoints.
+        """
+        if not os.access(self._parent, os.W_OK):
+            return None
+        sweep(self._parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
+        self._lock = claim(self.path / _LOCK)
+        return self.path
+
+    def close(self) -> None:
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path = None
+        if self._lock is not None:
+            self._lock.forget()
+            self._lock = None
+
+
+def sweep(parent: Path) -> None:
+    """Remove this user's directories whose launcher has ended."""
+    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError):
+            if lock.stat(follow_symlinks=False).st_uid == os.getuid():
+                held = Claim(lock, wait=False)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                held.forget()
+
 
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True)
-class GangOptions:
-    """Settings that all rounds of a run share."""
-
-    procs: int
-    max_restarts: int
-    run_id: str
-    scratch_dir: str | None
-
-
 class StandaloneLauncher:
     """Runs rounds until all ranks return 0 or no restarts are left."""
 
-    def __init__(self, processes: Processes, options: GangOptions) -> None:
+    def __init__(self, processes: Processes, settings: RoundSettings) -> None:
         self._processes = processes
-        self._options = options
+        self._settings = settings
         self._is_stopping = False
 
     def stop(self) -> None:
@@ -50,7 +94,7 @@ class StandaloneLauncher:
                 return 0
             if self._is_stopping:
                 return _exit_code(failed)
-            left = self._options.max_restarts - round_
+            left = self._settings.max_restarts - round_
             logger.error(
                 "rank %d ended with code %s in round %d; %s",
                 failed.rank,
@@ -67,39 +111,23 @@ class StandaloneLauncher:
     async def _run_round(self, round_: RestartRound) -> RankProcess | None:
         """Run one round and end all its processes. Return the rank that failed first, or None."""
         store, port = await self._processes.fork_store(_LOOPBACK)
-        options = self._options
-        gang = Gang(
-            self._processes,
-            RoundSettings(
-                round=round_,
-                world_size=options.procs,
-                first_rank=Rank(0),
-                procs=options.procs,
-                group_rank=0,
-                master_address=_LOOPBACK,
-                master_port=port,
-                run_id=options.run_id,
-                scratch_dir=options.scratch_dir,
-                store_secret=secrets.token_hex(STORE_SECRET_BYTES),
-                max_restarts=options.max_restarts,
-            ),
+        first = replace(
+            self._settings.first,
+            round=round_,
+            master_address=_LOOPBACK,
+            master_port=port,
+            store_secret=secrets.token_hex(STORE_SECRET_BYTES),
         )
         try:
-            await gang.start()
-            return await _first_failure(gang)
+            await self._processes.fork_ranks(replace(self._settings, first=first))
+            async with aclosing(self._processes.ends()) as ends:
+                async for ended in ends:
+                    if ended.code != 0:
+                        return ended
+            return None
         finally:
-            await gang.end()
+            await self._processes.end_ranks()
             self._processes.end_store(store)
-
-
-async def _first_failure(gang: Gang) -> RankProcess | None:
-    """Wait until a rank fails. Return None when all have returned 0."""
-    seen: set[Rank] = set()
-    while (ended := await gang.next_end(seen)) is not None:
-        seen.add(ended.rank)
-        if ended.code != 0:
-            return ended
-    return None
 
 
 def _exit_code(failed: RankProcess) -> int:

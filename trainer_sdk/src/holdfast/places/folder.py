@@ -9,8 +9,7 @@ import secrets
 import socket
 
 from holdfast.base.handle import SaveHandle
-from holdfast.base.object_store import required_store
-from holdfast.base.options import Folder, Options, folder_path
+from holdfast.base.options import Folder, Options, folder_path, required_store
 from holdfast.base.settings import RankSettings
 from holdfast.connection.link import Link
 from holdfast.connection.session import Session

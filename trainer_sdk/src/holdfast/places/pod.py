@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
+from functools import partial
 from pathlib import Path
 
 from holdfast.base.handle import SaveHandle
 from holdfast.base.settings import RankSettings
-from holdfast.connection.link import Link, OwnSocket
+from holdfast.connection.link import Link, connect_to
 from holdfast.connection.session import Session
 from holdfast.gang.store import GangStore
 from holdfast.places.place import Directories, NextFetch, Traits
@@ -17,7 +17,6 @@ from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContr
 from holdfast_core.errors import ConfigError, HoldfastError, UnavailableError
 from holdfast_core.ids import Step
 
-_HELLO_SECONDS = 10.0
 _FIRST_CONNECT_SECONDS = 5.0
 _ACKNOWLEDGE_SECONDS = 60.0
 """Longest wait for the sidecar to take the last saves. If its container has ended for the second time, some
@@ -63,7 +62,7 @@ class PodPlace:
 
     def start(self, session: Session) -> None:
         """Open the link and wait a few seconds for it. The link continues to try after that."""
-        session.open(Link(self._connect, session, _HELLO_SECONDS, self.traits.peer))
+        session.open(Link(partial(connect_to, self._shared / SOCKET_NAME), session))
         session.wait_connected(_FIRST_CONNECT_SECONDS)
 
     def reason_to_give_up(self, session: Session, waited_seconds: float) -> None:
@@ -116,15 +115,6 @@ class PodPlace:
     def is_safe(self, session: Session, handle: SaveHandle, *, waited: bool) -> bool:
         """Return whether the sidecar has acknowledged the save. It then finishes the save by itself."""
         return session.saves.was_acknowledged(handle)
-
-    def _connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(str(self._shared / SOCKET_NAME))
-        except OSError:
-            connection.close()
-            raise
-        return OwnSocket.of(connection)
 
 
 def _managed_by_the_operator(what: str) -> ConfigError:

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from holdfast.base.object_store import required_store
-from holdfast.base.options import folder_path
+from holdfast.base.options import folder_path, required_store
 from holdfast.base.settings import current_environment
 from holdfast.directory.choice import JOB_UID
 from holdfast.reading.checkpoint import SavedCheckpoint
-from holdfast.reading.folder import FolderSource
-from holdfast.reading.source import CheckpointSource
+from holdfast.reading.source import CheckpointSource, FolderSource
 from holdfast_core.closing import Closing
 from holdfast_core.errors import FormatError, NotFoundError
 from holdfast_core.ids import CheckpointId

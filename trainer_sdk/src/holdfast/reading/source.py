@@ -1,12 +1,21 @@
-"""`CheckpointSource`, the interface between the reader of checkpoints and the place where they lie."""
+"""`CheckpointSource`, the interface between the reader of checkpoints and the place where they lie.
+
+Here is also the source of a folder, which a training may write to at the same time.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
+from holdfast.directory.choice import JOB_UID, committed, open_in_folder
+from holdfast.directory.commit import one_at_a_time
+from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.closing import Closing
-from holdfast_core.format.manifest import Manifest
+from holdfast_core.errors import ConfigError
+from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, ShardRef, TierName
+from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.tiers.base import ShardSource
 
 
@@ -45,3 +54,49 @@ class CheckpointSource(Closing, Protocol):
         Raises NotFoundError, CorruptionError.
         """
         ...
+
+
+class FolderSource(Closing):
+    """CheckpointSource of a folder. It changes no file of a checkpoint and quarantines nothing.
+
+    Raises ConfigError where `root` is not a folder of checkpoints.
+    """
+
+    tier = TierName.NODE
+
+    def __init__(self, root: Path) -> None:
+        if not (root / "tier").is_dir():
+            raise ConfigError(
+                f"{root}: expected a folder in which a Checkpointer has saved, found no directory "
+                f"{root / 'tier'}"
+            )
+        self._root = root
+        self._tier = DiskNodeTier(root / "tier", read_only=True, name="folder")
+        self._tier.open()
+
+    @property
+    def name(self) -> str:
+        return str(self._root)
+
+    def checkpoints(self) -> list[CheckpointId]:
+        return committed(self._root)
+
+    def claim(self, checkpoint: CheckpointId) -> object:
+        try:
+            with one_at_a_time(self._root):  # so that no process is about to delete it
+                return claim_checkpoint(self._root, checkpoint)
+        except OSError:
+            return None  # the folder cannot be written
+
+    def manifest(self, checkpoint: CheckpointId) -> Manifest:
+        document = self._tier.get_manifest(JOB_UID, checkpoint)
+        return parse_manifest_of(document, JOB_UID, checkpoint)
+
+    def layout(self, ref: ShardRef, digest: Digest) -> bytes:
+        return self._tier.get_layout(digest)
+
+    def open_shard(self, ref: ShardRef) -> ShardSource:
+        return open_in_folder(self._tier, ref)
+
+    def close(self) -> None:
+        """Do nothing: the tier holds no open file."""

@@ -1,7 +1,7 @@
 """A sidecar for tests, with a real Unix socket in this process, a directory and configurable faults.
 
-It exchanges the same messages with ranks as the real sidecar and pushes rounds to a launcher, so that
-training code and `holdfast run` can be tested without a cluster.
+It exchanges the same messages with ranks as the real sidecar, so that training code can be tested without a
+cluster.
 """
 
 from __future__ import annotations
@@ -17,22 +17,15 @@ from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.service import Connection, DirectoryService
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import FormatError
-from holdfast_core.ids import JobUid, Rank, RestartRound, Worker
+from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.messages.schema import (
-    End,
-    Finish,
-    FinishReply,
     Hello,
-    HostStore,
     LocalRole,
     Policy,
     Refusal,
     Refused,
-    RestorePoint,
-    Run,
     SaveRequested,
     StopRequested,
-    TakeStacks,
 )
 
 JOB_UID = JobUid("fake-job")
@@ -84,12 +77,9 @@ class FakeSidecar:
         )
         self._listener: socket.socket | None = None
         self._connections: list[Connection] = []
-        self._condition = threading.Condition()
         self.faults = Faults()
         self.received: list[Any] = []
         """Every received message, in order."""
-        self.released = True
-        """Whether the reply to Finish releases the launcher."""
         self.service: DirectoryService | None = None
         self.round: RestartRound | None = None
 
@@ -170,63 +160,10 @@ class FakeSidecar:
     # ------------------------------------------------------------------ pushes
 
     def request_save(self, token: str = "save") -> None:
-        self._push_ranks(SaveRequested(self._round(), token))
+        self._push(LocalRole.RANK, SaveRequested(self._round(), token))
 
     def request_stop(self, token: str = "stop") -> None:
-        self._push_ranks(StopRequested(self._round(), token))
-
-    def host_store(self) -> None:
-        """Ask the launcher for a TCPStore process. Its StoreAddress arrives in `received`."""
-        self._push_launcher(HostStore(self._round()))
-
-    def run(self, port: int, address: str = "127.0.0.1", secret: str = "") -> None:
-        """Let the launcher fork the ranks of this round.
-
-        Args:
-            port: Port of the round's store.
-            address: Address of the round's store.
-            secret: Secret of the round's store, from StoreAddress.
-        """
-        point = RestorePoint() if self.service is None else self.service.restore_point
-        self._push_launcher(
-            Run(
-                self._round(),
-                point,
-                self._world_size,
-                Rank(0),
-                self._world_size,
-                Worker(0),
-                address,
-                port,
-                secret,
-                self._policy,
-            )
-        )
-
-    def take_stacks(self, token: str) -> None:
-        """Request the stacks of all ranks from the launcher, which sends `Stacks`."""
-        self._push_launcher(TakeStacks(self._round(), token))
-
-    def end(self, round_: int) -> None:
-        self._push_launcher(End(RestartRound(round_)))
-
-    def messages(self, kind: type[Any]) -> list[Any]:
-        """Return the received messages of one type."""
-        with self._condition:
-            return [message for message in self.received if isinstance(message, kind)]
-
-    def wait_for(self, kind: type[Any], count: int = 1, timeout_seconds: float = 120.0) -> Any:
-        """Wait for the count-th message of a type and return it. Raises AssertionError at the time-out."""
-        with self._condition:
-            came = self._condition.wait_for(
-                lambda: sum(isinstance(m, kind) for m in self.received) >= count, timeout_seconds
-            )
-            if not came:
-                names = [type(message).__name__ for message in self.received]
-                raise AssertionError(
-                    f"no {kind.__name__} number {count} was received; received: {names[-20:]}"
-                )
-            return [m for m in self.received if isinstance(m, kind)][count - 1]
+        self._push(LocalRole.RANK, StopRequested(self._round(), token))
 
     # ------------------------------------------------------------------ inside
 
@@ -258,9 +195,7 @@ class FakeSidecar:
         return self.service
 
     def _note(self, message: Any) -> None:
-        with self._condition:
-            self.received.append(message)
-            self._condition.notify_all()
+        self.received.append(message)
 
     def _intercept(self, message: Any) -> Any:
         name = type(message).__name__
@@ -270,15 +205,7 @@ class FakeSidecar:
         code = self.faults.refuse.get(name)
         if code is not None:
             return Refused(code, f"the test refuses {name}", self._round())
-        if isinstance(message, Finish):
-            return FinishReply(self.released)
         return None
-
-    def _push_ranks(self, message: Any) -> None:
-        self._push(LocalRole.RANK, message)
-
-    def _push_launcher(self, message: Any) -> None:
-        self._push(LocalRole.LAUNCHER, message)
 
     def _push(self, role: LocalRole, message: Any) -> None:
         for connection in self._connections:

@@ -1,15 +1,25 @@
-"""Finds data in a state that cannot continue exactly after a restart, to say so at the first save.
+"""Finds data that cannot continue exactly after a restart, to say so once.
 
-A library's objects are recognised by their attributes, because the SDK imports none of these libraries.
+A state that a library saves incompletely is found at the first save. A library's objects are recognised by
+their attributes, because the SDK imports none of these libraries.
+
+A data loader iterator that a script makes after its random number generators were restored is found at the
+first step: `iter(DataLoader)` draws a seed from torch's generator, which shifts every random number that
+follows. The order of data and dropout then differ from an uninterrupted run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gc
+import logging
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.state.rng import RNG
+from holdfast.state.tensors import torch_module
 from holdfast.state.tree import is_stateful
+from holdfast.training.loop import stateful_parts
 
 _BUFFER = "BufferShuffledExamplesIterable"
 """Class of the shuffle buffer of Hugging Face datasets, whose examples its state_dict leaves out."""
@@ -17,7 +27,7 @@ _BUFFER = "BufferShuffledExamplesIterable"
 
 def inexact_data(state: Mapping[str, Any]) -> list[str]:
     """Return one sentence, with its path, for each part of `state` whose data cannot continue exactly."""
-    parts = dict(_stateful(state, ""))
+    parts = dict(stateful_parts(state))
     generators = [
         one for part in parts.values() if isinstance(part, RNG) for one in part.generators
     ]
@@ -70,15 +80,52 @@ def _has_buffer(iterable: Any) -> bool:
     return any(_has_buffer(one) for one in inner)
 
 
-def _stateful(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the objects with state_dict in nested containers, after their path."""
-    if is_stateful(value):
-        yield path, value
-        return
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, item in items:
-        yield from _stateful(item, f"{path}.{key}" if path else str(key))
+logger = logging.getLogger(__name__)
+
+
+class LazyLoaderWatch:
+    """Checks for such iterators once after each restore, when the first step is done."""
+
+    def __init__(self) -> None:
+        self._next_seed: int | None = None
+
+    def restored(self) -> None:
+        """Record the seed that an iterator would draw next. Call it after the generators were restored.
+
+        The seed is drawn from a copy, so that torch's generator does not change.
+        """
+        torch = torch_module()
+        if torch is None:
+            return
+        copied = torch.Generator()
+        copied.set_state(torch.get_rng_state())
+        self._next_seed = _draw(torch, copied)
+
+    def step_done(self) -> None:
+        """Warn if an iterator drew its seed from the restored generator."""
+        seed, self._next_seed = self._next_seed, None
+        if seed is not None and any(one._base_seed == seed for one in _iterators()):
+            logger.warning(
+                "an iterator of a DataLoader was created after the random number generators were "
+                "restored and drew from them: the order of data and all random numbers differ "
+                "from a run without the interruption. Create it in before_rng: ckpt.steps(total, "
+                "state, before_rng=start), see docs/training.md section 3"
+            )
+
+
+def _draw(torch: Any, generator: Any) -> int:
+    """Draw a number in the way in which torch.utils.data.dataloader draws `_base_seed`."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def _iterators() -> list[Any]:
+    module = sys.modules.get("torch.utils.data.dataloader")
+    base = getattr(module, "_BaseDataLoaderIter", None)
+    if base is None:
+        return []
+    kinds = [base]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    # An instance refers to its class. This scans all objects of the process once, in C.
+    found = gc.get_referrers(*kinds)
+    return [one for one in found if isinstance(one, base) and hasattr(one, "_base_seed")]

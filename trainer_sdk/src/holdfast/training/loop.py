@@ -7,6 +7,11 @@ whether that body did its optimizer step, and on the reason:
  * `break` and `return`: the script chose to leave, so its state is consistent and is saved.
  * An exception: the state may be half updated, so nothing is saved.
 
+Handlers turn SIGTERM and Ctrl-C into a save and a stop at the next step that all ranks agree on. A handler
+only sets a flag, so that a rank inside a collective finishes its step first. If a process hangs, the sender
+of the signal kills it after its grace period. In a forked child (such as a data loader's worker) a signal
+has the same effect as without a Checkpointer.
+
 Step numbers from scripts may be Python, numpy and torch integers (`checked_step`).
 """
 
@@ -19,7 +24,8 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,7 +33,6 @@ import numpy as np
 from holdfast.state.kinds import Shared
 from holdfast.state.tensors import is_tensor, torch_module
 from holdfast.state.tree import is_stateful, unwrap
-from holdfast.training.signals import HandledSignal
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import MAX_STEP, Step
 
@@ -208,15 +213,121 @@ def _parts(state: Mapping[str, Any]) -> dict[str, weakref.ref[Any]]:
     return found
 
 
-def _optimizers(value: Any) -> list[Any]:
+def stateful_parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the objects with state_dict in nested containers, after their path."""
+    if is_stateful(value):
+        yield path, value
+        return
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, item in items:
+        yield from stateful_parts(item, f"{path}.{key}" if path else str(key))
+
+
+def _optimizers(state: Mapping[str, Any]) -> list[Any]:
     torch = torch_module()
     if torch is None:
         return []
-    if is_stateful(value):
-        plain = unwrap(value)
-        return [plain] if isinstance(plain, torch.optim.Optimizer) else []
-    if isinstance(value, Mapping):
-        return [one for item in value.values() for one in _optimizers(item)]
-    if isinstance(value, list | tuple):
-        return [one for item in value for one in _optimizers(item)]
-    return []
+    plain = (unwrap(part) for _, part in stateful_parts(state))
+    return [one for one in plain if isinstance(one, torch.optim.Optimizer)]
+
+
+class HandledSignal:
+    """Handler of one signal. It is installed only in the main thread, and not over a script's own handler.
+
+    Args:
+        number: The signal.
+        default: The handler that Python installs at its start. `restore` installs it again.
+        on_signal: Called in the main thread, between two instructions of the script.
+        once: Handle only the first signal and leave later ones to `default`.
+    """
+
+    def __init__(
+        self,
+        number: signal.Signals,
+        default: Any,
+        on_signal: Callable[[], None],
+        *,
+        once: bool = False,
+    ) -> None:
+        self._number = number
+        self._default = default
+        self._on_signal = on_signal
+        self._once = once
+        self._installed = False
+        self._pid = os.getpid()
+        _signals.add(self)
+
+    def install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(self._number) is not self._default:
+            return
+        self._pid = os.getpid()
+        signal.signal(self._number, self._handle)
+        self._installed = True
+
+    def restore(self) -> None:
+        """Install the default handler again.
+
+        Outside the main thread this does nothing, because Python does not allow it there.
+        """
+        if self._installed and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(self._number) == self._handle:
+                signal.signal(self._number, self._default)
+            self._installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # This is a child that C code forked, or whose fork hook has not run yet.
+        if os.getpid() != self._pid:
+            self.restore()
+            os.kill(os.getpid(), number)
+            return
+        if self._once:
+            self.restore()
+        self._on_signal()
+
+
+def stop_signal(on_stop: Callable[[], None]) -> HandledSignal:
+    """Return a handler of SIGTERM, which Kubernetes and launchers send."""
+    return HandledSignal(signal.SIGTERM, signal.SIG_DFL, on_stop)
+
+
+@contextlib.contextmanager
+def interrupts_at_end() -> Iterator[None]:
+    """Delay KeyboardInterrupt to the end of this block. A second Ctrl-C raises it immediately.
+
+    Raised inside the block, it could leave a lock held that other threads need, or a slot FULL that was
+    never handed over. Later saves could then not become durable.
+    """
+    was_interrupted = False
+
+    def interrupted() -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
+        logger.warning(
+            "interrupted: stopping after this save; press Ctrl-C again to stop immediately"
+        )
+
+    handled = HandledSignal(signal.SIGINT, signal.default_int_handler, interrupted, once=True)
+    handled.install()
+    try:
+        yield
+    finally:
+        handled.restore()
+        if was_interrupted:
+            raise KeyboardInterrupt
+
+
+_signals: weakref.WeakSet[HandledSignal] = weakref.WeakSet()
+
+
+def _restore_all() -> None:
+    for one in tuple(_signals):
+        one.restore()
+
+
+os.register_at_fork(after_in_child=_restore_all)

@@ -16,13 +16,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
 from holdfast.state.kinds import Shared
 from holdfast.state.tensors import torch_module
+from holdfast.training.loop import stateful_parts
 from holdfast_core.messages.schema import RankWork
 
 MEASURED_STEPS = 32
@@ -138,11 +140,11 @@ class StepTiming:
         self._parameters = sum(p.numel() for model in models for p in model.parameters())
         for model in models:
             # It must run before the hooks of FSDP, which may wait for other ranks.
-            self._hooks.append(model.register_forward_pre_hook(_Arrives(self), prepend=True))
+            self._hooks.append(model.register_forward_pre_hook(_Hook(self.arrives), prepend=True))
         for unit in _disjoint(u for model in models for u in units_of(model)):
             marks = self._marks or _marks_for(unit, self._monotonic)
-            self._hooks.append(unit.register_forward_pre_hook(_Before(self, marks)))
-            self._hooks.append(unit.register_forward_hook(_After(self)))
+            self._hooks.append(unit.register_forward_pre_hook(_Hook(partial(self.begins, marks))))
+            self._hooks.append(unit.register_forward_hook(_Hook(self.ends)))
 
     def stop(self) -> None:
         """Remove the hooks from the models. The next step does not count."""
@@ -189,7 +191,7 @@ class StepTiming:
             return
         step.input_seconds = self._monotonic() - step.begun_at
 
-    def begins(self, module: Any, marks: Marks) -> None:
+    def begins(self, marks: Marks, module: Any) -> None:
         """Record the beginning of a forward pass, if it belongs to the training."""
         if not self._counts(module):
             return
@@ -213,46 +215,25 @@ class StepTiming:
         return trains and threading.get_ident() == self._thread
 
 
-class _NoHook:
-    """What a hook becomes in a copy of the model, and in a model that is pickled."""
-
-    def __call__(self, *_: Any) -> None:
-        return None
-
-
 class _Hook:
     """A hook of a module. Copies of the module, such as a moving average of it, are not measured."""
+
+    def __init__(self, record: Callable[[Any], None]) -> None:
+        self._record = record
+
+    def __call__(self, module: Any, *_: Any) -> None:
+        if not _is_compiling():
+            self._record(module)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()
 
 
-class _Arrives(_Hook):
-    def __init__(self, work: StepTiming) -> None:
-        self._work = work
+class _NoHook:
+    """What a hook becomes in a copy of the model, and in a model that is pickled."""
 
-    def __call__(self, module: Any, *_: Any) -> None:
-        if not _is_compiling():
-            self._work.arrives(module)
-
-
-class _Before(_Hook):
-    def __init__(self, work: StepTiming, marks: Marks) -> None:
-        self._work = work
-        self._marks = marks
-
-    def __call__(self, module: Any, *_: Any) -> None:
-        if not _is_compiling():
-            self._work.begins(module, self._marks)
-
-
-class _After(_Hook):
-    def __init__(self, work: StepTiming) -> None:
-        self._work = work
-
-    def __call__(self, module: Any, *_: Any) -> None:
-        if not _is_compiling():
-            self._work.ends(module)
+    def __call__(self, *_: Any) -> None:
+        return None
 
 
 def _is_compiling() -> bool:
@@ -269,20 +250,13 @@ def _is_scripted(model: Any) -> bool:
     return isinstance(model, torch.jit.ScriptModule)
 
 
-def _models(value: Any) -> Iterable[Any]:
+def _models(state: Mapping[str, Any]) -> Iterator[Any]:
     torch = torch_module()
-    if torch is None:
-        return
-    while isinstance(value, Shared):
-        value = value.stateful
-    if isinstance(value, torch.nn.Module):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _models(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _models(item)
+    for _, part in stateful_parts(state):
+        while isinstance(part, Shared):
+            part = part.stateful
+        if torch is not None and isinstance(part, torch.nn.Module):
+            yield part
 
 
 def units_of(model: Any) -> list[Any]:

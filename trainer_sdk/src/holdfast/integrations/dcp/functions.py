@@ -6,8 +6,6 @@ of the pod, elsewhere that of the folder in `checkpoint_id`.
 
 from __future__ import annotations
 
-import atexit
-import threading
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -21,17 +19,28 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from holdfast.api import SharedCheckpointer
 from holdfast.base.handle import SaveHandle
 from holdfast.checkpointer import Checkpointer
-from holdfast.integrations.dcp.checkpoint_ids import CheckpointId, folder_of
-from holdfast.integrations.dcp.storage import PROCESS_REFUSED, StorageReader, StorageWriter
+from holdfast.integrations.dcp.storage import (
+    PROCESS_REFUSED,
+    CheckpointId,
+    StorageReader,
+    StorageWriter,
+    folder_of,
+)
 from holdfast.integrations.futures import WAIT_SECONDS, future_of
 from holdfast.state.tree import is_stateful
 from holdfast_core.contract import PodContract
 from holdfast_core.errors import ConfigError, HoldfastError
 
-_lock = threading.Lock()
-_shared: tuple[str | None, Checkpointer] | None = None
+_shared = SharedCheckpointer(
+    "dcp.save and load",
+    "pass storage_writer=StorageWriter(holdfast.Checkpointer(...), step)",
+    interval_steps=0,
+    when_busy="wait",
+    on_save_error="raise",
+)
 
 
 def save(
@@ -175,23 +184,8 @@ def _require_all_ranks(group: dist.ProcessGroup | None) -> None:
 
 
 def _checkpointer(checkpoint_id: CheckpointId | None) -> Checkpointer:
-    """Return the Checkpointer of this process. The first call opens it.
+    """Return the Checkpointer of this process.
 
     Raises ConfigError outside of a pod if no folder is known, and for another folder than before.
     """
-    global _shared
-    folder = None if PodContract.from_env() is not None else folder_of(checkpoint_id)
-    with _lock:
-        if _shared is None:
-            checkpointer = Checkpointer(
-                folder, interval_steps=0, when_busy="wait", on_save_error="raise"
-            )
-            checkpointer.open()
-            atexit.register(checkpointer.close)
-            _shared = folder, checkpointer
-        elif folder is not None and folder != _shared[0]:
-            raise ConfigError(
-                f"checkpoint_id is in folder {folder}, and this process uses {_shared[0]}: pass "
-                "storage_writer=StorageWriter(holdfast.Checkpointer(...), step) for a second folder"
-            )
-        return _shared[1]
+    return _shared.of(None if PodContract.from_env() is not None else folder_of(checkpoint_id))

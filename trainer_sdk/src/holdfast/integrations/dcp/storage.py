@@ -4,12 +4,17 @@ torch.distributed.checkpoint plans each save with collectives, because it has to
 copy and which file holds which part. Holdfast needs neither: each rank hands over its own parts, and the
 persisters write each copy once. So these classes take the plan of each rank before DCP removes copies from
 it, and answer a load with metadata in which each tensor is one chunk.
+
+A `checkpoint_id` is the step for Holdfast, alone or at the end of a path.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 import torch
@@ -27,14 +32,42 @@ from torch.distributed.checkpoint.storage import StorageReader as _Reader
 from torch.distributed.checkpoint.storage import StorageWriter as _Writer
 from torch.distributed.checkpoint.storage import WriteResult
 
-from holdfast.base.handle import SaveHandle
-from holdfast.base.restore_point import RestorePoint, TensorInfo
+from holdfast.base.handle import RestorePoint, SaveHandle, TensorInfo
 from holdfast.checkpointer import Checkpointer
-from holdfast.integrations.dcp.checkpoint_ids import CheckpointId, step_of
 from holdfast.integrations.dcp.contents import OBJECTS, Reads, state_to_save
 from holdfast.integrations.futures import WAIT_SECONDS
 from holdfast.integrations.versions import warn_if_untested
 from holdfast_core.errors import ConfigError, CorruptionError, NotFoundError
+
+CheckpointId = str | os.PathLike[str] | int
+
+_NAME = re.compile(r"\D*(\d+)\Z")
+
+
+def step_of(checkpoint_id: CheckpointId) -> int:
+    """Return the step: the number itself, or the one at the end of a path such as ckpt/step-100.
+
+    Raises ConfigError if the last part of the path has another number, or none.
+    """
+    if isinstance(checkpoint_id, int):
+        return checkpoint_id
+    name = PurePath(checkpoint_id).name
+    found = _NAME.match(name)
+    if found is None:
+        raise ConfigError(
+            f"checkpoint_id={str(checkpoint_id)!r}: expected the number of optimizer steps, alone (100) or "
+            f'as the one number at the end of a path ("ckpt/step-100"), found {name!r}'
+        )
+    return int(found[1])
+
+
+def folder_of(checkpoint_id: CheckpointId | None) -> str | None:
+    """Return the folder of checkpoints in which a checkpoint_id lies, or None if it names none."""
+    if checkpoint_id is None or isinstance(checkpoint_id, int):
+        return None
+    parent = str(PurePath(checkpoint_id).parent)
+    return None if parent == "." and os.sep not in str(checkpoint_id) else parent
+
 
 PROCESS_REFUSED = (
     "AsyncCheckpointerType.PROCESS would send the Checkpointer to another process, where it cannot work: "

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from holdfast.launcher.command_line.command import Command, CommandKind, parse_command
+from holdfast.launcher.options import Command, CommandKind, parse_command
 from holdfast_core.errors import ConfigError
 
 

@@ -13,21 +13,25 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from holdfast.base.settings import current_environment, single_thread_defaults
-from holdfast.launcher.command_line.command import Command, CommandKind
-from holdfast.launcher.command_line.log_options import Streams
-from holdfast.launcher.ranks import wire
-from holdfast.launcher.ranks.forkserver import TORCH_MODULES, kill_group
-from holdfast.launcher.ranks.log_files import LogFiles, StreamFile
-from holdfast.launcher.ranks.output import OutputPump, Tail
-from holdfast.launcher.ranks.stacks import LocatedRank, Watched, find
+from holdfast.base.settings import (
+    RankSettings,
+    current_environment,
+    rank_environment,
+    single_thread_defaults,
+)
+from holdfast.launcher import forkserver as wire
+from holdfast.launcher.forkserver import TORCH_MODULES, kill_group
+from holdfast.launcher.options import Command, CommandKind, Streams
+from holdfast.launcher.output import LogFiles, OutputPump, StreamFile, Tail
+from holdfast.launcher.stacks import LocatedRank, Watched, find
 from holdfast_core.errors import ConfigError, HoldfastError
 from holdfast_core.ids import Rank
 
+STORE_SECRET_BYTES = 32
 _DRAIN_SECONDS = 1.0
 """Time to wait for the last lines of a rank that has ended."""
 
@@ -83,6 +87,28 @@ class _Output:
         return write, OutputPump(read, self.prefix, self.console, self.tail, copy)
 
 
+@dataclass(frozen=True, slots=True)
+class RoundSettings:
+    """Settings of the ranks of one round on this node."""
+
+    first: RankSettings
+    """The settings of the first rank. Those of the others differ in their numbers only."""
+    group_rank: int
+    """Index of the pod."""
+    run_id: str
+    max_restarts: int = 0
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return the variables that a rank of this node gets."""
+        rank = Rank(self.first.rank + local_rank)
+        return rank_environment(
+            replace(self.first, rank=rank, local_rank=local_rank),
+            group_rank=self.group_rank,
+            run_id=self.run_id,
+            max_restarts=self.max_restarts,
+        )
+
+
 class Processes:
     """Owns the fork server and, through it, every process of this launcher."""
 
@@ -96,7 +122,7 @@ class Processes:
         self._store_pids: dict[str, int] = {}
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._ready: asyncio.Future[float] | None = None
+        self._ready: asyncio.Future[None] | None = None
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_server_lost: Callable[[str], None] = lambda _: None
@@ -111,7 +137,7 @@ class Processes:
                 [
                     sys.executable,
                     "-m",
-                    "holdfast.launcher.ranks.forkserver",
+                    "holdfast.launcher.forkserver",
                     str(theirs.fileno()),
                     # A command that is started by exec cannot use modules that the server imported.
                     *([] if self._command.kind is CommandKind.EXEC else TORCH_MODULES),
@@ -127,14 +153,14 @@ class Processes:
         self._ready = loop.create_future()
         loop.add_reader(ours, self._on_readable)
 
-    async def ready(self) -> float:
-        """Wait for the fork server and return the seconds that its preload took.
+    async def ready(self) -> None:
+        """Wait until the fork server has imported what ranks need.
 
         Raises ConfigError when a module cannot be preloaded, and ForkServerError when the server ended.
         """
         if self._ready is None:
             raise ForkServerError("the fork server was not started")
-        return await asyncio.shield(self._ready)
+        await asyncio.shield(self._ready)
 
     @property
     def ranks(self) -> tuple[RankProcess, ...]:
@@ -152,7 +178,25 @@ class Processes:
                     running.append(Watched(process.rank, process.pid, file))
             return await find(running)
 
-    async def fork_rank(self, rank: Rank, env: dict[str, str], attempt: int) -> RankProcess:
+    async def fork_ranks(self, settings: RoundSettings) -> None:
+        """Request the fork of all ranks of a round. Raises ConfigError, ForkServerError."""
+        for local_rank in range(settings.first.local_world_size):
+            rank, round_ = Rank(settings.first.rank + local_rank), settings.first.round
+            await self._fork_rank(rank, settings.environment(local_rank), round_ or 0)
+
+    async def ends(self) -> AsyncGenerator[RankProcess, None]:
+        """Yield each rank of the round when it has ended."""
+        waiting = {asyncio.ensure_future(one.ended.wait()): one for one in self._ranks.values()}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for process in sorted(map(waiting.pop, done), key=lambda one: one.rank):
+                    yield process
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    async def _fork_rank(self, rank: Rank, env: dict[str, str], attempt: int) -> None:
         """Request the fork of a rank. This returns before the process runs.
 
         Args:
@@ -198,7 +242,6 @@ class Processes:
         for pump in process.pumps:
             pump.start()
         self._ranks[key] = process
-        return process
 
     async def fork_store(self, host: str) -> tuple[str, int]:
         """Fork a process that hosts a TCPStore, and return its key and port.
@@ -300,12 +343,12 @@ class Processes:
             self._lost("the fork server ended unexpectedly")
             return
         match wire.decode(packet):
-            case wire.Ready(seconds):
+            case wire.Ready():
                 if self._ready is not None:
-                    self._ready.set_result(seconds)
+                    self._ready.set_result(None)
             case wire.Forked(key, pid, port):
                 self._forked(key, pid, port)
-            case wire.Reaped(key, _, code):
+            case wire.Reaped(key, code):
                 self._reaped(key, code)
             case wire.Failed(key, message):
                 self._failed(key, message)

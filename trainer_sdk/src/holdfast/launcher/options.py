@@ -1,19 +1,153 @@
-"""The options of `holdfast run`: those of torchrun, and `--preload`.
+"""The command line of `holdfast run`: the options of torchrun, `--preload`, and the command.
 
 An option that torchrun also has means the same here, in both spellings (`--nproc-per-node`,
 `--nproc_per_node`), and has the same variable as its default (`PET_NPROC_PER_NODE`). An option of torchrun
 that has no meaning here is refused, and the error names what to use instead.
+
+`holdfast run [options] SCRIPT ...` names a Python script, as with torchrun. `holdfast run [options] -- CMD`
+is any command line. Both become a Python script or module, which a fork can run, or another program.
+Parsing does not touch the file system, except to resolve the path of an interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntFlag, StrEnum
+from pathlib import Path
 
-from holdfast.launcher.command_line.command import Command, parse_command
-from holdfast.launcher.command_line.log_options import LogOptions, parse_streams
 from holdfast_core.errors import ConfigError
+
+_STREAMS = re.compile(r"[0-3]")
+_BY_RANK = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
+
+
+class Streams(IntFlag):
+    """Output streams of a rank, with torchrun's numbers."""
+
+    NONE = 0
+    STDOUT = 1
+    STDERR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChoice:
+    """The streams that an option names, for each local rank."""
+
+    every: Streams = Streams.NONE
+    by_local_rank: Mapping[int, Streams] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> Streams:
+        return self.by_local_rank.get(local_rank, self.every)
+
+    def __bool__(self) -> bool:
+        return bool(self.every or any(self.by_local_rank.values()))
+
+
+def parse_streams(option: str, text: str | None) -> StreamChoice:
+    """Parse `3`, or `0:1,1:3` for local ranks 0 and 1. Raises ConfigError."""
+    if text is None:
+        return StreamChoice()
+    if _STREAMS.fullmatch(text):
+        return StreamChoice(Streams(int(text)))
+    if not _BY_RANK.fullmatch(text):
+        raise ConfigError(
+            f"holdfast run: {option} {text}: expected 0, 1 (stdout), 2 (stderr) or 3 (both), or a list by "
+            "local rank such as 0:1,1:3"
+        )
+    pairs = (part.split(":") for part in text.split(","))
+    return StreamChoice(by_local_rank={int(rank): Streams(int(value)) for rank, value in pairs})
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    directory: str | None = None
+    """None: a temporary directory, where a file is needed."""
+    redirects: StreamChoice = field(default_factory=StreamChoice)
+    tee: StreamChoice = field(default_factory=StreamChoice)
+
+
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
+_HARMLESS_FLAGS = frozenset({"-u", "-B"})
+"""Interpreter flags that a forked rank may ignore: its output is line-buffered, and -B only affects
+the cache of bytecode."""
+
+
+class CommandKind(StrEnum):
+    SCRIPT = "script"
+    """`python FILE ...`, forked from the fork server."""
+    MODULE = "module"
+    """`python -m NAME ...`, forked from the fork server."""
+    EXEC = "exec"
+    """Any other command, started by exec in each round, without preloaded modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    kind: CommandKind
+    argv: tuple[str, ...]
+    """SCRIPT and MODULE: file or module name, then its arguments. EXEC: the command and its arguments."""
+
+
+def parse_command(
+    text: Sequence[str],
+    *,
+    is_module: bool = False,
+    is_command_line: bool = True,
+    executable: str = sys.executable,
+) -> Command:
+    """Parse a command. Raises ConfigError when it is empty.
+
+    A bare `python` means the interpreter that runs the launcher, as with torchrun. A command with the path
+    of another interpreter, or with interpreter flags that a forked process cannot support, is run by exec.
+
+    Args:
+        text: The words of the command.
+        is_module: Whether the first word is the name of a module (`-m`).
+        is_command_line: Whether the first word is a program. Otherwise it is a Python script, or an
+            interpreter. A first word that ends in `.py` is always a script.
+        executable: The interpreter that runs the launcher.
+    """
+    if not text:
+        raise ConfigError(
+            "holdfast run: no command; expected: holdfast run [options] train.py ..., or "
+            "holdfast run [options] -- COMMAND ..."
+        )
+    if is_module:
+        return Command(CommandKind.MODULE, tuple(text))
+    if not _is_python(text[0]):
+        is_script = text[0].endswith(".py") or not is_command_line
+        return Command(CommandKind.SCRIPT if is_script else CommandKind.EXEC, tuple(text))
+    if not _is_own_python(text[0], executable):
+        return Command(CommandKind.EXEC, tuple(text))
+    rest = list(text[1:])
+    while rest and rest[0] in _HARMLESS_FLAGS:
+        rest.pop(0)
+    if len(rest) >= 2 and rest[0] == "-m":
+        return Command(CommandKind.MODULE, tuple(rest[1:]))
+    if rest and not rest[0].startswith("-"):
+        return Command(CommandKind.SCRIPT, tuple(rest))
+    return Command(CommandKind.EXEC, (executable, *text[1:]))
+
+
+def _is_python(word: str) -> bool:
+    return _PYTHON.match(Path(word).name) is not None
+
+
+def _is_own_python(word: str, executable: str) -> bool:
+    path = Path(word)
+    if path.name == word:
+        return True
+    own = Path(executable)
+    # Two virtual environments may link to the same interpreter. They differ in their directories.
+    return os.path.realpath(word) == os.path.realpath(executable) and (
+        Path(os.path.realpath(path.parent)) == Path(os.path.realpath(own.parent))
+    )
+
 
 DEFAULT_GRACE_SECONDS = 10.0
 _COUNTED = ("auto", "cpu", "gpu", "xpu")

@@ -21,7 +21,7 @@ async def count_ranks(text: str) -> int:
     if text == "cpu":
         return len(os.sched_getaffinity(0))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "holdfast.launcher.command_line.device_count", text),
+        *(sys.executable, "-m", "holdfast.launcher.device_count", text),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

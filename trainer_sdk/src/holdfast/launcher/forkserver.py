@@ -1,4 +1,4 @@
-"""The fork server, which imports torch and forks ranks: `python -m holdfast.launcher.ranks.forkserver FD`.
+"""The fork server, which imports torch and forks ranks: `python -m holdfast.launcher.forkserver FD`.
 
 It has exactly one thread, runs no tensor operation and opens no process group: a fork after a thread
 pool has started would leave the child with locks that are never released. It ends with the launcher: at
@@ -8,26 +8,236 @@ the end of the socket it kills every process group that it started.
  2. The server imports the modules that the launcher names (torch, what DDP and FSDP import at first use,
     and the user's modules) and sends Ready.
  3. The launcher sends ForkRank and ForkStore. The server forks and sends Forked, and later Reaped.
+ 4. The forked child becomes a rank with the user's program, or the host of a TCPStore.
+
+Each message is one packet of a SOCK_SEQPACKET pair. Both ends come from the same installation and the socket
+has no name, so that the messages are trusted. The codec of messages still parses them, because its errors
+name the field. Only the packet has a bound.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
+import random
+import runpy
 import select
 import signal
 import socket
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from holdfast.launcher.ranks import wire
-from holdfast.launcher.ranks.child import become_rank, become_store
+import msgspec
+
+from holdfast.base.settings import apply_environment
+from holdfast.gang.store import open_store, tolerate_missing_libuv
+from holdfast.launcher.options import CommandKind
+from holdfast.launcher.stacks import STACK_SIGNAL
+from holdfast_core.errors import FormatError
+from holdfast_core.messages import codec
+from holdfast_core.messages.codec import Clipped, ClippedText
+
+MAX_PACKET_BYTES = 160 * 1024
+"""Limit of a packet. It is enough for usual environments and command lines, and it is below the default
+send buffer of a Unix socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRank:
+    """Launcher to server: fork a rank.
+
+    The write ends of two pipes (stdout, stderr) and the file for its stacks go along with it.
+    """
+
+    key: str
+    """Name of the process in every later message. The launcher chooses it."""
+    kind: str
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ForkStore:
+    """Launcher to server: fork a process that hosts one TCPStore on a free port."""
+
+    key: str
+    host: str
+    """Address to listen on; "" for all addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Server to launcher: all modules are imported, and the process has one thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """Server to launcher: a process was forked."""
+
+    key: str
+    pid: int
+    port: int = 0
+    """Port of a store process, otherwise 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """Server to launcher: a child has ended. `code` is its exit code, or -N for signal N."""
+
+    key: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Clipped):
+    """Server to launcher: a request failed. `key` is empty when the server cannot serve at all."""
+
+    key: str
+    message: ClippedText
+
+
+Message = ForkRank | ForkStore | Ready | Forked | Reaped | Failed
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (ForkRank, ForkStore, Ready, Forked, Reaped, Failed)
+}
+
+
+def encode(message: Message) -> bytes:
+    """Return the packet of a message. Raises FormatError when it does not fit into a packet."""
+    packet = codec.dumps((type(message).__name__, msgspec.Raw(codec.dumps(message))))
+    if len(packet) > MAX_PACKET_BYTES:
+        raise FormatError(
+            f"{type(message).__name__}: {len(packet)} bytes, at most {MAX_PACKET_BYTES} can be "
+            "sent: the command line or the environment of the rank is too large"
+        )
+    return packet
+
+
+def decode(packet: bytes) -> Message:
+    name, body = codec.loads(tuple[str, msgspec.Raw], packet)
+    message: Message = codec.loads(_KINDS[name], bytes(body))
+    return message
+
+
+EXIT_NOT_FOUND = 127
+"""Exit code for a command that does not exist, as in a shell."""
+EXIT_NOT_EXECUTABLE = 126
+"""Exit code for a command that cannot be executed, as in a shell."""
+
+
+RANK_PROCESS_NAME = b"holdfast-rank"
+"""Begin of the name of a rank's process in `ps -o comm` and `top`. The number of the rank follows it."""
+_MAX_PROCESS_NAME = 15
+_PR_SET_NAME = 15
+
+
+def _name_process(name: bytes) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
+
+
+def _process_name(rank: str) -> bytes:
+    """Return the name of a rank's process. The kernel would cut a long number, and name another rank."""
+    name = RANK_PROCESS_NAME + rank.encode()
+    return name if len(name) <= _MAX_PROCESS_NAME else RANK_PROCESS_NAME
+
+
+def become_rank(request: ForkRank, stdout: int, stderr: int, stacks: int) -> int:
+    """Run the user's program as `__main__` and return its exit code.
+
+    With EXEC this returns only if the command cannot be executed.
+    """
+    _wire_streams(stdout, stderr)
+    apply_environment(request.env)
+    _name_process(_process_name(request.env.get("RANK", "")))
+    _reset_inherited_state()
+    kind = CommandKind(request.kind)
+    if kind is CommandKind.EXEC:
+        os.close(stacks)
+        return _execute(request.argv)
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    tolerate_missing_libuv()
+    sys.argv = list(request.argv)
+    target = request.argv[0]
+    try:
+        if kind is CommandKind.MODULE:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).resolve().parent))
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException:  # noqa: BLE001 - printed as the interpreter would print it
+        sys.excepthook(*sys.exc_info())
+        return 130 if isinstance(sys.exc_info()[1], KeyboardInterrupt) else 1
+    return 0
+
+
+def become_store(listener: socket.socket) -> int:
+    """Host one TCPStore until it is killed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    port = listener.getsockname()[1]
+    store = open_store(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # some distributions build torch without it
+    )
+    while store is not None:
+        signal.pause()
+    return 0
+
+
+def _wire_streams(stdout: int, stderr: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    for descriptor in {null, stdout, stderr} - {0, 1, 2}:
+        os.close(descriptor)
+    # Lines must reach the log when they are written, because a killed rank does not flush its buffers.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(AttributeError):
+                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _reset_inherited_state() -> None:
+    """Reset signal handlers, and seed the generators that would be the same in all forked ranks."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    threading.current_thread().name = "MainThread"
+
+
+def _execute(argv: tuple[str, ...]) -> int:
+    try:
+        os.execvp(argv[0], argv)
+    except FileNotFoundError:
+        sys.stderr.write(f"holdfast run: {argv[0]}: no such command\n")
+        return EXIT_NOT_FOUND
+    except OSError as error:
+        sys.stderr.write(f"holdfast run: {argv[0]}: {error}\n")
+        return EXIT_NOT_EXECUTABLE
+
 
 TORCH_MODULES = (
     "numpy",
@@ -52,7 +262,7 @@ class ChildTask:
     interpreter exit.
     """
 
-    request: wire.ForkRank | wire.ForkStore
+    request: ForkRank | ForkStore
     stdout: int = -1
     stderr: int = -1
     stacks: int = -1
@@ -85,12 +295,10 @@ class ForkServer:
                         os.read(wake_read, 4096)
                     self._reap()
                 if self._launcher in readable:
-                    packet, descriptors, _, _ = socket.recv_fds(
-                        self._launcher, wire.MAX_PACKET_BYTES, 3
-                    )
+                    packet, descriptors, _, _ = socket.recv_fds(self._launcher, MAX_PACKET_BYTES, 3)
                     if not packet:
                         return None
-                    task = self._handle(wire.decode(packet), descriptors)
+                    task = self._handle(decode(packet), descriptors)
                     if task is not None:
                         return task
         finally:
@@ -106,28 +314,28 @@ class ForkServer:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
-    def _handle(self, message: wire.Message, descriptors: Sequence[int]) -> ChildTask | None:
+    def _handle(self, message: Message, descriptors: Sequence[int]) -> ChildTask | None:
         try:
             _require_one_thread("before a fork")
             match message:
-                case wire.ForkRank():
+                case ForkRank():
                     stdout, stderr, stacks = descriptors
                     task = ChildTask(message, stdout, stderr, stacks)
                     return task if self._fork(message.key) else None
-                case wire.ForkStore():
+                case ForkStore():
                     return self._fork_store(message)
-                case wire.Ready() | wire.Forked() | wire.Reaped() | wire.Failed():
+                case Ready() | Forked() | Reaped() | Failed():
                     raise ValueError(f"{type(message).__name__} is sent only by the server")
         except (OSError, ValueError, ThreadsError) as error:
             key = getattr(message, "key", "")
-            self._send(wire.Failed(key, f"{type(error).__name__}: {error}"))
+            self._send(Failed(key, f"{type(error).__name__}: {error}"))
             return None
         finally:
             if os.getpid() == self._pid:
                 for descriptor in descriptors:
                     os.close(descriptor)
 
-    def _fork_store(self, request: wire.ForkStore) -> ChildTask | None:
+    def _fork_store(self, request: ForkStore) -> ChildTask | None:
         # The listener is created before the fork, so that its port can be reported immediately and early
         # clients wait in its backlog.
         if request.host:
@@ -153,7 +361,7 @@ class ForkServer:
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         self._children[pid] = key
-        self._send(wire.Forked(key, pid, port))
+        self._send(Forked(key, pid, port))
         return False
 
     def _reap(self) -> None:
@@ -163,11 +371,11 @@ class ForkServer:
                 continue
             del self._children[pid]
             kill_group(pid)  # also ends what the rank started, such as data loader workers
-            self._send(wire.Reaped(key, pid, os.waitstatus_to_exitcode(status)))
+            self._send(Reaped(key, os.waitstatus_to_exitcode(status)))
 
-    def _send(self, message: wire.Message) -> None:
+    def _send(self, message: Message) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._launcher.sendall(wire.encode(message))
+            self._launcher.sendall(encode(message))
 
 
 class ThreadsError(Exception):
@@ -226,22 +434,21 @@ def main(argv: Sequence[str]) -> int:
     # A terminal sends its signals to the whole process group. Only the launcher handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    started = time.monotonic()
     try:
         preload(argv[1:])
     except (ImportError, ThreadsError) as error:
-        launcher.sendall(wire.encode(wire.Failed("", f"preload: {error}")))
+        launcher.sendall(encode(Failed("", f"preload: {error}")))
         return 1
-    launcher.sendall(wire.encode(wire.Ready(time.monotonic() - started)))
+    launcher.sendall(encode(Ready()))
     server = ForkServer(launcher)
     task = server.serve()
     if task is None:
         server.end()
         return 0
     match task.request:
-        case wire.ForkRank():
+        case ForkRank():
             return become_rank(task.request, task.stdout, task.stderr, task.stacks)
-        case wire.ForkStore():
+        case ForkStore():
             if task.listener is None:
                 raise ValueError("expected a listener in the task that starts a store")
             return become_store(task.listener)

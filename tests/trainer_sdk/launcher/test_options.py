@@ -11,12 +11,14 @@ import pytest
 from torch.distributed import run as torchrun
 
 from holdfast.__main__ import main
-from holdfast.launcher.command_line.command import Command, CommandKind
-from holdfast.launcher.command_line.device_count import count_ranks
-from holdfast.launcher.command_line.log_options import StreamChoice, Streams
-from holdfast.launcher.command_line.options import (
+from holdfast.launcher.device_count import count_ranks
+from holdfast.launcher.options import (
     REFUSED,
+    Command,
+    CommandKind,
     RunOptions,
+    StreamChoice,
+    Streams,
     add_arguments,
     options_from,
     split,

@@ -1,1 +1,0 @@
-"""The command line of `holdfast run`: options, and the command."""
