@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.launcher.forkserver import MAX_PACKET_BYTES, Failed, ForkRank, decode, encode
+from holdfast.launcher.forkserver import (
+    EVENTS,
+    MAX_PACKET_BYTES,
+    REQUESTS,
+    Failed,
+    ForkRank,
+    encode,
+    failed,
+)
 from holdfast_core.errors import FormatError
 
 
@@ -12,7 +20,7 @@ def test_a_long_script_on_the_command_line_and_a_long_variable_are_sent_whole() 
     message = ForkRank(
         "rank 0", "script", ("-c", "x" * 50_000, *("y",) * 5000), {"CONFIG": "z" * 50_000}
     )
-    assert decode(encode(message)) == message
+    assert REQUESTS.decode(encode(message)) == message
 
 
 def test_a_command_line_that_no_packet_can_hold_is_refused_by_the_launcher() -> None:
@@ -21,7 +29,7 @@ def test_a_command_line_that_no_packet_can_hold_is_refused_by_the_launcher() -> 
 
 
 def test_a_long_error_of_the_server_is_cut() -> None:
-    received = decode(encode(Failed("rank 0", "e" * 10_000)))
+    received = EVENTS.decode(encode(failed("rank 0", "e" * 10_000)))
     assert isinstance(received, Failed)
     assert received.message.startswith("eeee")
     assert len(received.message) <= 4096

@@ -11,8 +11,7 @@ the end of the socket it kills every process group that it started.
  4. The forked child becomes a rank with the user's program, or the host of a TCPStore.
 
 Each message is one packet of a SOCK_SEQPACKET pair. Both ends come from the same installation and the socket
-has no name, so that the messages are trusted. The codec of messages still parses them, because its errors
-name the field. Only the packet has a bound.
+has no name, so that the messages are trusted. Only the packet has a bound.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -44,15 +42,14 @@ from holdfast.launcher.options import CommandKind
 from holdfast.launcher.stacks import STACK_SIGNAL
 from holdfast_core.errors import FormatError
 from holdfast_core.messages import codec
-from holdfast_core.messages.codec import Clipped, ClippedText
+from holdfast_core.messages.codec import clipped
 
 MAX_PACKET_BYTES = 160 * 1024
 """Limit of a packet. It is enough for usual environments and command lines, and it is below the default
 send buffer of a Unix socket."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForkRank:
+class ForkRank(msgspec.Struct, frozen=True, tag=True):
     """Launcher to server: fork a rank.
 
     The write ends of two pipes (stdout, stderr) and the file for its stacks go along with it.
@@ -65,8 +62,7 @@ class ForkRank:
     env: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class ForkStore:
+class ForkStore(msgspec.Struct, frozen=True, tag=True):
     """Launcher to server: fork a process that hosts one TCPStore on a free port."""
 
     key: str
@@ -74,13 +70,11 @@ class ForkStore:
     """Address to listen on; "" for all addresses."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(msgspec.Struct, frozen=True, tag=True):
     """Server to launcher: all modules are imported, and the process has one thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forked:
+class Forked(msgspec.Struct, frozen=True, tag=True):
     """Server to launcher: a process was forked."""
 
     key: str
@@ -89,32 +83,31 @@ class Forked:
     """Port of a store process, otherwise 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reaped:
+class Reaped(msgspec.Struct, frozen=True, tag=True):
     """Server to launcher: a child has ended. `code` is its exit code, or -N for signal N."""
 
     key: str
     code: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed(Clipped):
+class Failed(msgspec.Struct, frozen=True, tag=True):
     """Server to launcher: a request failed. `key` is empty when the server cannot serve at all."""
 
     key: str
-    message: ClippedText
+    message: str
 
 
-Message = ForkRank | ForkStore | Ready | Forked | Reaped | Failed
+Request = ForkRank | ForkStore
+Event = Ready | Forked | Reaped | Failed
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (ForkRank, ForkStore, Ready, Forked, Reaped, Failed)
-}
+_MAX_TEXT = 4096
+REQUESTS: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+EVENTS: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Request | Event) -> bytes:
     """Return the packet of a message. Raises FormatError when it does not fit into a packet."""
-    packet = codec.dumps((type(message).__name__, msgspec.Raw(codec.dumps(message))))
+    packet = codec.dumps(message)
     if len(packet) > MAX_PACKET_BYTES:
         raise FormatError(
             f"{type(message).__name__}: {len(packet)} bytes, at most {MAX_PACKET_BYTES} can be "
@@ -123,17 +116,14 @@ def encode(message: Message) -> bytes:
     return packet
 
 
-def decode(packet: bytes) -> Message:
-    name, body = codec.loads(tuple[str, msgspec.Raw], packet)
-    message: Message = codec.loads(_KINDS[name], bytes(body))
-    return message
+def failed(key: str, text: str) -> Failed:
+    return Failed(key, clipped(text, _MAX_TEXT))
 
 
 EXIT_NOT_FOUND = 127
 """Exit code for a command that does not exist, as in a shell."""
 EXIT_NOT_EXECUTABLE = 126
 """Exit code for a command that cannot be executed, as in a shell."""
-
 
 RANK_PROCESS_NAME = b"holdfast-rank"
 """Begin of the name of a rank's process in `ps -o comm` and `top`. The number of the rank follows it."""
@@ -298,7 +288,7 @@ class ForkServer:
                     packet, descriptors, _, _ = socket.recv_fds(self._launcher, MAX_PACKET_BYTES, 3)
                     if not packet:
                         return None
-                    task = self._handle(decode(packet), descriptors)
+                    task = self._handle(REQUESTS.decode(packet), descriptors)
                     if task is not None:
                         return task
         finally:
@@ -314,7 +304,7 @@ class ForkServer:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
-    def _handle(self, message: Message, descriptors: Sequence[int]) -> ChildTask | None:
+    def _handle(self, message: Request, descriptors: Sequence[int]) -> ChildTask | None:
         try:
             _require_one_thread("before a fork")
             match message:
@@ -324,11 +314,8 @@ class ForkServer:
                     return task if self._fork(message.key) else None
                 case ForkStore():
                     return self._fork_store(message)
-                case Ready() | Forked() | Reaped() | Failed():
-                    raise ValueError(f"{type(message).__name__} is sent only by the server")
         except (OSError, ValueError, ThreadsError) as error:
-            key = getattr(message, "key", "")
-            self._send(Failed(key, f"{type(error).__name__}: {error}"))
+            self._send(failed(message.key, f"{type(error).__name__}: {error}"))
             return None
         finally:
             if os.getpid() == self._pid:
@@ -373,7 +360,7 @@ class ForkServer:
             kill_group(pid)  # also ends what the rank started, such as data loader workers
             self._send(Reaped(key, os.waitstatus_to_exitcode(status)))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Event) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._launcher.sendall(encode(message))
 
@@ -437,7 +424,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         preload(argv[1:])
     except (ImportError, ThreadsError) as error:
-        launcher.sendall(encode(Failed("", f"preload: {error}")))
+        launcher.sendall(encode(failed("", f"preload: {error}")))
         return 1
     launcher.sendall(encode(Ready()))
     server = ForkServer(launcher)

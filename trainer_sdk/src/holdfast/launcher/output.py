@@ -13,7 +13,9 @@ import contextlib
 import logging
 import os
 import re
+import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -175,3 +177,31 @@ class OutputPump:
         except (BrokenPipeError, ValueError):
             # The reader of the log has ended (`holdfast run | head`). Training must continue.
             self._target = open(os.devnull, "wb")  # noqa: SIM115
+
+
+def open_streams(
+    prefix: str, files: Mapping[Streams, StreamFile], tail: Tail
+) -> tuple[list[int], list[OutputPump]]:
+    """Return the descriptors for a rank's stdout and stderr, and the pumps that read the other ends.
+
+    A stream that is redirected to a file needs no pump: the rank itself writes to the file.
+
+    Args:
+        prefix: What each line begins with on the console.
+        files: The files of streams that go to one.
+        tail: Keeps the last bytes of stderr.
+    """
+    descriptors, pumps = [], []
+    for stream, console, kept in (
+        (Streams.STDOUT, sys.stdout.buffer, None),
+        (Streams.STDERR, sys.stderr.buffer, tail),
+    ):
+        to = files.get(stream)
+        if to is not None and not to.on_console:
+            with to.file as file:
+                descriptors.append(os.dup(file.fileno()))
+            continue
+        read, write = os.pipe2(os.O_CLOEXEC)
+        descriptors.append(write)
+        pumps.append(OutputPump(read, prefix, console, kept, None if to is None else to.file))
+    return descriptors, pumps

@@ -389,7 +389,7 @@ class PodLauncher:
         if code == 0:
             return Exited(round_, process.rank, code)
         memory = self._memory.exceeded()
-        return Exited(round_, process.rank, code, process.last_output(), memory)
+        return Exited(round_, process.rank, code, process.tail.text(), memory)
 
     async def _finish(self) -> int:
         """After all ranks have succeeded, send Finish until the sidecar releases the launcher. Return 0."""

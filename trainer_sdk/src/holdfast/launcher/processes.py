@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO
 
 from holdfast.base.settings import (
     RankSettings,
@@ -25,8 +24,8 @@ from holdfast.base.settings import (
 )
 from holdfast.launcher import forkserver as wire
 from holdfast.launcher.forkserver import TORCH_MODULES, kill_group
-from holdfast.launcher.options import Command, CommandKind, Streams
-from holdfast.launcher.output import LogFiles, OutputPump, StreamFile, Tail
+from holdfast.launcher.options import Command, CommandKind
+from holdfast.launcher.output import LogFiles, OutputPump, Tail, open_streams
 from holdfast.launcher.stacks import LocatedRank, Watched, find
 from holdfast_core.errors import ConfigError, HoldfastError
 from holdfast_core.ids import Rank
@@ -49,42 +48,17 @@ class RankProcess:
     pumps: tuple[OutputPump, ...]
     stacks: int | None
     """Descriptor of the file in memory that the rank writes its stack to on request. None: it has ended."""
-    tail: Tail = field(default_factory=Tail)
+    tail: Tail
     pid: int | None = None
     code: int | None = None
     forked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the rank has a pid or could not be forked."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def last_output(self) -> str:
-        return self.tail.text()
-
     def close_stacks(self) -> None:
         if self.stacks is not None:
             os.close(self.stacks)
             self.stacks = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """Where a stream of a rank goes."""
-
-    stream: Streams
-    prefix: str
-    console: BinaryIO
-    tail: Tail | None
-
-    def open(self, to: StreamFile | None) -> tuple[int, OutputPump | None]:
-        """Return the descriptor for the rank, and the pump that reads the other end, if there is one.
-
-        A stream that is redirected to a file needs no pump: the rank itself writes to the file.
-        """
-        if to is not None and not to.on_console:
-            with to.file as file:
-                return os.dup(file.fileno()), None
-        read, write = os.pipe2(os.O_CLOEXEC)
-        copy = None if to is None else to.file
-        return write, OutputPump(read, self.prefix, self.console, self.tail, copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +155,7 @@ class Processes:
     async def fork_ranks(self, settings: RoundSettings) -> None:
         """Request the fork of all ranks of a round. Raises ConfigError, ForkServerError."""
         for local_rank in range(settings.first.local_world_size):
-            rank, round_ = Rank(settings.first.rank + local_rank), settings.first.round
-            await self._fork_rank(rank, settings.environment(local_rank), round_ or 0)
+            await self._fork_rank(settings, local_rank)
 
     async def ends(self) -> AsyncGenerator[RankProcess, None]:
         """Yield each rank of the round when it has ended."""
@@ -196,42 +169,25 @@ class Processes:
             for future in waiting:
                 future.cancel()
 
-    async def _fork_rank(self, rank: Rank, env: dict[str, str], attempt: int) -> None:
+    async def _fork_rank(self, settings: RoundSettings, local_rank: int) -> None:
         """Request the fork of a rank. This returns before the process runs.
 
-        Args:
-            rank: The rank.
-            env: Variables that the rank gets in addition to those of the launcher.
-            attempt: The round, which is a part of the names of the rank's log files.
-
-        Raises:
-            ConfigError: A log file cannot be opened.
-            ForkServerError: The fork server has ended.
+        Raises ConfigError for a log file that cannot be opened, and ForkServerError.
         """
         await self.ready()
+        rank = Rank(settings.first.rank + local_rank)
         key = self._next_key(f"rank{rank}")
-        local_rank = int(env["LOCAL_RANK"])
+        round_ = settings.first.round or 0
         try:
-            files = await asyncio.to_thread(self._logs.open, local_rank, rank, attempt)
+            files = await asyncio.to_thread(self._logs.open, local_rank, rank, round_)
         except OSError as error:
             raise ConfigError(f"holdfast run: --log-dir: rank {rank}: {error}") from error
+        tail = Tail()
+        descriptors, pumps = open_streams(f"[rank {rank}] ", files, tail)
         stacks = os.memfd_create(f"stacks of rank {rank}")
-        process = RankProcess(key, rank, (), stacks)
-        prefix = f"[rank {rank}] "
-        outputs = (
-            _Output(Streams.STDOUT, prefix, sys.stdout.buffer, None),
-            _Output(Streams.STDERR, prefix, sys.stderr.buffer, process.tail),
-        )
-        descriptors: list[int] = []
-        pumps: list[OutputPump] = []
+        env = settings.environment(local_rank)
+        request = wire.ForkRank(key, self._command.kind.value, self._command.argv, env)
         try:
-            for output in outputs:
-                descriptor, pump = output.open(files.get(output.stream))
-                descriptors.append(descriptor)
-                if pump is not None:
-                    pumps.append(pump)
-            process.pumps = tuple(pumps)
-            request = wire.ForkRank(key, self._command.kind.value, self._command.argv, env)
             self._send(request, [*descriptors, stacks])
         except BaseException:
             os.close(stacks)
@@ -239,6 +195,7 @@ class Processes:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+        process = RankProcess(key, rank, tuple(pumps), stacks, tail)
         for pump in process.pumps:
             pump.start()
         self._ranks[key] = process
@@ -322,7 +279,7 @@ class Processes:
         self._serial += 1
         return f"{what}.{self._serial}"
 
-    def _send(self, message: wire.Message, descriptors: list[int]) -> None:
+    def _send(self, message: wire.Request, descriptors: list[int]) -> None:
         if self._socket is None:
             raise ForkServerError("the fork server was not started")
         try:
@@ -342,7 +299,7 @@ class Processes:
         if not packet:
             self._lost("the fork server ended unexpectedly")
             return
-        match wire.decode(packet):
+        match wire.EVENTS.decode(packet):
             case wire.Ready():
                 if self._ready is not None:
                     self._ready.set_result(None)
@@ -352,11 +309,6 @@ class Processes:
                 self._reaped(key, code)
             case wire.Failed(key, message):
                 self._failed(key, message)
-            case wire.ForkRank() | wire.ForkStore():
-                self._lost(
-                    "the fork server sent a request, expected a reply: launcher and fork "
-                    "server are of different versions"
-                )
 
     def _forked(self, key: str, pid: int, port: int) -> None:
         if key in self._ranks:
