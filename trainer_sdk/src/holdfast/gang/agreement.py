@@ -16,7 +16,7 @@ written once:
  2. The polling thread of each rank reads the proposal. If the rank has not done the step, the rank votes
     for it by a counter. Otherwise it writes the decision `rejected`.
  3. The rank whose vote completes the counter writes the decision `accepted`.
- 4. A rank that has done the step before it knows the decision writes `rejected`.
+ 4. A rank that has done the step writes `rejected`, and reads the decision with the same request.
 The first write of the decision counts. `accepted` therefore means that every rank has voted and reads the
 decision after the step. After a rejection, a rank proposes its request again for a later step. No collective
 is needed, and no rank waits. If a rank or the rank that proposed dies, the decision is `accepted` or
@@ -118,8 +118,6 @@ class Proposals:
         self._proposed = -1
         self._voted: Proposal | None = None
         """Proposal `_number`, after this rank's vote for it."""
-        self._is_accepted = False
-        """Whether it is known that `_voted` was accepted."""
         self._error: Exception | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -166,15 +164,13 @@ class Proposals:
             if self._error is not None:
                 raise self._error
             self._done = step
-            number, voted, accepted = self._number, self._voted, self._is_accepted
+            number, voted = self._number, self._voted
         if voted is None or step < voted.step:
             return None
-        if not accepted:
-            accepted = self._store.decide(_decision(number), _REJECTED) == _ACCEPTED
+        is_accepted = self._store.decide(_decision(number), _REJECTED) == _ACCEPTED
         with self._lock:
-            if self._number == number:
-                self._settle(is_late=not accepted)
-        return voted if accepted else None
+            self._settle(is_late=not is_accepted)
+        return voted if is_accepted else None
 
     def propose(self, purpose: Purpose, argument: int = 0) -> None:
         """Propose a step for `purpose`, unless a proposal is under way. Call it again until it succeeds.
@@ -195,16 +191,11 @@ class Proposals:
     # ------------------------------------------------------------------ the polling thread
 
     def poll(self) -> None:
-        """Vote for the next proposal, or read whether the current one was accepted."""
+        """Vote for the next proposal. After a vote, the training thread reads the decision."""
         with self._lock:
-            number, voted, is_known = self._number, self._voted, self._is_accepted
-        if voted is None:
-            if self._store.has(_proposal(number)):
-                self._vote(number)
-        elif not is_known:
-            decision = self._store.read(_decision(number))
-            if decision is not None:
-                self._learn(number, accepted=decision == _ACCEPTED)
+            number, has_voted = self._number, self._voted is not None
+        if not has_voted and self._store.has(_proposal(number)):
+            self._vote(number)
 
     def _vote(self, number: int) -> None:
         text = self._store.read(_proposal(number))
@@ -238,19 +229,10 @@ class Proposals:
 
     # ------------------------------------------------------------------ inside
 
-    def _learn(self, number: int, *, accepted: bool) -> None:
-        """Take over the decision about the proposal that this rank has voted for, if it is news."""
-        with self._lock:
-            if self._number != number or self._is_accepted:
-                return
-            self._is_accepted = accepted
-            if not accepted:
-                self._settle(is_late=True)
-
     def _settle(self, *, is_late: bool) -> None:
         """Go on to the next proposal. `is_late`: this one named a step that a rank had passed."""
         self._number += 1
-        self._voted, self._is_accepted = None, False
+        self._voted = None
         steps = 2 * self._steps_ahead if is_late else self._steps_ahead // 2
         self._steps_ahead = min(_MOST_STEPS, max(self._least_steps, steps))
 

@@ -37,6 +37,8 @@ from holdfast_core.errors import ConfigError, StateMismatchError
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
+else:
+    _Base = object
 
 
 _EXACT_WITHOUT_WARM_UP = 2
