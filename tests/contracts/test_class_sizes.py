@@ -43,10 +43,8 @@ ALLOWED = {
     "sidecar.Sidecar": WIRING,
     "sidecar.Uploads": "One machine decides which uploads run, wait and are repeated.",
     "trainer_sdk.Checkpointer": "It is the public interface of the SDK: training scripts call its methods.",
-    "trainer_sdk.FakeSidecar": "It answers each message that a tested training program sends.",
     "trainer_sdk.FolderPlace": "It offers each operation of a place of checkpoints for a folder.",
     "trainer_sdk.FolderStart": "A start keeps what was asked for, rejected, skipped and agreed on.",
-    "trainer_sdk.Proposals": "The training thread and the poller share the state of a vote, under one lock.",
     "trainer_sdk.ServiceOptions": SETTINGS,
     "trainer_sdk.Uploads": "One machine decides which uploads of a folder run, wait and are repeated.",
 }

@@ -149,7 +149,7 @@ def _operator(recording: Recording, folder: Path) -> Iterator[OperatorBed]:
 def _is_ready(bed: OperatorBed) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{bed.health_port}/readyz") as reply:
-            return reply.status == 200
+            return bool(reply.status == 200)
     except OSError:  # no port yet, or 503
         return False
 
