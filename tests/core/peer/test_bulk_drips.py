@@ -14,6 +14,7 @@ from tests.support.peer.hostile_peer import HostilePeer, end_of_file, filled, re
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import HoldfastError, UnavailableError
+from holdfast_core.ids import ByteRange
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import ReadObject, ReadReply
 from holdfast_core.net.tls import TlsFiles
@@ -114,7 +115,9 @@ def test_a_read_waits_no_longer_than_the_pace_allows() -> None:
     clock = ManualClock()
     sock = Trickle(clock)
     line: Any = SimpleNamespace(sock=sock)
-    rated = PeerAnswer(line, MinimumRate("bulk: a table", clock, clock.monotonic(), 60.0))
+    rated = PeerAnswer(
+        line, MinimumRate("bulk: a table", clock, clock.monotonic(), 60.0), "a", ByteRange(0, 100)
+    )
     began = clock.monotonic()
     with pytest.raises(HoldfastError, match=r"bulk: a table: only 2 bytes in 60\.0 s"):
         for _ in range(10):

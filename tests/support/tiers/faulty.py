@@ -281,6 +281,10 @@ class FaultyShardReader(Closing):
         self._faults = faults
 
     @property
+    def size_bytes(self) -> int:
+        return self.record.file_bytes
+
+    @property
     def record(self) -> ShardRecord:
         return self._inner.record
 

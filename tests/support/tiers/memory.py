@@ -261,6 +261,10 @@ class MemoryShardReader(Closing):
         self._closed = False
 
     @property
+    def size_bytes(self) -> int:
+        return self.record.file_bytes
+
+    @property
     def record(self) -> ShardRecord:
         return self._trailer.record
 

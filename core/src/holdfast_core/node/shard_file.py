@@ -337,6 +337,10 @@ class DiskShardReader(Closing):
     def fd(self) -> int:
         return self._fd
 
+    @property
+    def size_bytes(self) -> int:
+        return self.record.file_bytes
+
     def read_payload_into(self, offset: int, buffer: memoryview) -> None:
         header = self.record.header
         stop = offset + len(buffer)

@@ -61,30 +61,13 @@ OpenByKey = Callable[[str], OpenObject]
 """Opens an object. Raises NotFoundError, CorruptionError, UnavailableError."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenShard(Closing):
-    """The file of a shard of a node tier."""
-
-    reader: ShardReader
-
-    @property
-    def size_bytes(self) -> int:
-        return self.reader.record.file_bytes
-
-    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
-        return self.reader.read_file(ranges)
-
-    def close(self) -> None:
-        self.reader.close()
-
-
 def shards_of(tier: NodeTier) -> OpenByKey:
     """Return a function that opens the shards of a tier by `format.keys.node_key`."""
 
-    def opened(key: str) -> OpenShard:
+    def opened(key: str) -> ShardReader:
         for record in tier.list_shards():
             if node_key(record.ref) == key:
-                return OpenShard(tier.open_shard(record.ref))
+                return tier.open_shard(record.ref)
         raise NotFoundError(f"this node has no shard {key!r}")
 
     return opened

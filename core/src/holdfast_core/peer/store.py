@@ -18,7 +18,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast_core.closing import Closing
@@ -74,12 +74,20 @@ _PROGRESS_BYTES = 1 << 20
 """An attempt that received this many bytes resets the count of failed attempts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PeerAnswer:
-    """Reply and bytes that the peer sends now, at its minimum rate."""
+    """Reply and bytes that the peer sends now, at its minimum rate, for one read or for several."""
 
     line: Line
     rate: MinimumRate
+    key: str
+    left: ByteRange
+    """The bytes of the object that have not arrived yet."""
+    is_plain: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.left.length_bytes == 0
 
     def recv_into(self, buffer: memoryview, /) -> int:
         """Read into `buffer`. Return the number of bytes, or 0 if the peer closed the connection.
@@ -89,29 +97,14 @@ class PeerAnswer:
         sock = self.line.sock
         return self.rate.receive(sock, sock.gettimeout(), sock.recv_into, buffer) or 0
 
-
-@dataclass(slots=True)
-class _Stream:
-    """Bytes of an object that arrive one after the other, for one read or for several."""
-
-    key: str
-    answer: PeerAnswer
-    is_plain: bool
-    left: ByteRange
-
-    @property
-    def is_done(self) -> bool:
-        return self.left.length_bytes == 0
-
     def fill(self, buffer: memoryview, stopped: threading.Event | None) -> int:
-        """Read some bytes into the buffer and return how many.
+        """Read some bytes of the object into the buffer and return how many.
 
-        Raises what `PeerAnswer.recv_into` raises, OSError at an early end, and UnavailableError once
-        `stopped` is set.
+        Raises what `recv_into` raises, OSError at an early end, and UnavailableError once `stopped` is set.
         """
         if stopped is not None and stopped.is_set():
             raise UnavailableError("bulk: the bytes are not needed any more")
-        count = self.answer.recv_into(buffer[: self.left.length_bytes])
+        count = self.recv_into(buffer[: self.left.length_bytes])
         if count == 0:
             raise ConnectionResetError(
                 f"the peer closed the connection {self.left.length_bytes} bytes too early"
@@ -128,7 +121,7 @@ class PeerStore(Closing):
         self._lock = threading.Lock()
         self._open: set[Line] = set()
         self._idle: list[Line] = []
-        self._stream: _Stream | None = None
+        self._rest: PeerAnswer | None = None
         """An answer of which the next read may take the next bytes."""
         self._closed = False
         self._payload = ByteRange(0, 0)
@@ -183,9 +176,9 @@ class PeerStore(Closing):
         attempts = Attempts(self._peer.options.attempts)
         while True:
             try:
-                answer, reply = self._ask(ReadObject(key))
+                answer, length = self._ask(ReadObject(key), ByteRange(0, 0))
                 self._ended(answer.line)
-                return reply.length_bytes
+                return length
             except NotFoundError:
                 return None
             except UnavailableError as error:
@@ -201,11 +194,11 @@ class PeerStore(Closing):
         while filled < len(buffer):
             before = filled
             try:
-                stream = self._stream_of(key, ByteRange(start + filled, start + len(buffer)))
-                with self._received(stream):
-                    while not stream.is_done and filled < len(buffer):
-                        filled += stream.fill(buffer[filled:], stopped)
-                self._keep(stream)
+                answer = self._answer_of(key, ByteRange(start + filled, start + len(buffer)))
+                with self._talking(answer):
+                    while not answer.is_done and filled < len(buffer):
+                        filled += answer.fill(buffer[filled:], stopped)
+                self._keep(answer)
             except UnavailableError as error:
                 self._check_open()
                 if stopped is not None and stopped.is_set():
@@ -228,21 +221,21 @@ class PeerStore(Closing):
         for line in lines:
             line.close()
 
-    def _stream_of(self, key: str, wanted: ByteRange) -> _Stream:
+    def _answer_of(self, key: str, wanted: ByteRange) -> PeerAnswer:
         """Return the answer that continues with these bytes, or request them.
 
         Bytes behind them are requested too where the read continues the one before it, or begins the payload.
         """
         with self._lock:
-            stream, self._stream = self._stream, None
+            rest, self._rest = self._rest, None
             payload = self._payload
             is_fresh = payload.start <= wanted.start and wanted.stop <= payload.stop
             if is_fresh:
                 self._payload = ByteRange(wanted.stop, payload.stop)
-        if stream is not None:
-            if (stream.key, stream.left.start) == (key, wanted.start):
-                return stream
-            self._drop(stream.answer.line)
+        if rest is not None:
+            if (rest.key, rest.left.start) == (key, wanted.start):
+                return rest
+            self._drop(rest.line)
         stop = wanted.stop
         if is_fresh and wanted.start == payload.start:
             stop = max(stop, min(wanted.start + _AHEAD_BYTES, payload.stop))
@@ -252,38 +245,33 @@ class PeerStore(Closing):
             plain=self._may_leave and is_fresh and wanted.length_bytes >= _PLAIN_BYTES,
             background=self._peer.options.background,
         )
-        answer, reply = self._ask(request)
-        stream = _Stream(key, answer, reply.plain, ByteRange(wanted.start, stop))
-        with self._received(stream):
-            if reply.length_bytes != stream.left.length_bytes:
+        answer, length = self._ask(request, ByteRange(wanted.start, stop))
+        with self._talking(answer):
+            if length != answer.left.length_bytes:
                 raise FormatError(
-                    f"bulk: {self._peer} announced {reply.length_bytes} bytes of {key}, "
-                    f"expected {stream.left.length_bytes}"
+                    f"bulk: {self._peer} announced {length} bytes of {key}, "
+                    f"expected {answer.left.length_bytes}"
                 )
-            if reply.plain:
+            if answer.is_plain:
                 self.left_tls = True
                 answer.line.leave()
-        return stream
-
-    def _received(self, stream: _Stream) -> AbstractContextManager[None]:
-        """Receive bytes of an answer in the body. See `_talking`."""
-        operation = f"bulk: reading {stream.key} from {self._peer}"
-        return self._talking(stream.answer.line, operation, is_plain=stream.is_plain)
+        return answer
 
     @contextmanager
-    def _talking(self, line: Line, operation: str, *, is_plain: bool = False) -> Iterator[None]:
+    def _talking(self, answer: PeerAnswer) -> Iterator[None]:
         """Close the connection after any error of the body, because bytes may still arrive on it.
 
         An error of bytes that came outside TLS is an UnavailableError, because an attacker on the network
         may have caused it, so it shows nothing about the peer. After any error all further requests stay
         inside TLS.
         """
+        operation = self._reading(answer.key)
         try:
             yield
         except BaseException as error:
             self._may_leave = False
-            self._drop(line)
-            if is_plain and isinstance(error, OSError | FormatError):
+            self._drop(answer.line)
+            if answer.is_plain and isinstance(error, OSError | FormatError):
                 raise UnavailableError(
                     f"{operation}: outside TLS: {error or type(error).__name__}"
                 ) from error
@@ -291,25 +279,29 @@ class PeerStore(Closing):
                 raise connection_error(error, operation) from error
             raise
 
-    def _keep(self, stream: _Stream) -> None:
+    def _reading(self, key: str) -> str:
+        return f"bulk: reading {key} from {self._peer}"
+
+    def _keep(self, answer: PeerAnswer) -> None:
         """Keep what is left of an answer for the next read."""
-        if stream.is_done:
-            if stream.is_plain:
-                self._drop(stream.answer.line)
+        if answer.is_done:
+            if answer.is_plain:
+                self._drop(answer.line)
             else:
-                self._ended(stream.answer.line)
+                self._ended(answer.line)
             return
         with self._lock:
-            before, self._stream = self._stream, stream
+            before, self._rest = self._rest, answer
         if before is not None:
-            self._drop(before.answer.line)
+            self._drop(before.line)
 
-    def _ask(self, request: ReadObject) -> tuple[PeerAnswer, ReadReply]:
-        """Send a request on an idle connection or a new one, and return the answer after its reply."""
-        operation = f"bulk: reading {request.key} from {self._peer}"
+    def _ask(self, request: ReadObject, wanted: ByteRange) -> tuple[PeerAnswer, int]:
+        """Send a request on an idle or a new connection. Return the answer, and the length in its reply."""
+        operation = self._reading(request.key)
         line = self._connected(operation)
-        with self._talking(line, operation):
-            answer = PeerAnswer(line, self._peer.rate(f"bulk: {request.key}"))
+        rate = self._peer.rate(f"bulk: {request.key}")
+        answer = PeerAnswer(line, rate, request.key, wanted)
+        with self._talking(answer):
             send_message(line.sock, request)
             reply = receive_message(answer, ReadReply)
             if reply is None:
@@ -320,7 +312,8 @@ class PeerStore(Closing):
                 raise FormatError(
                     f"{operation}: the peer left TLS, which the request did not allow"
                 )
-        return answer, reply
+        answer.is_plain = reply.plain
+        return answer, reply.length_bytes
 
     def _connected(self, operation: str) -> Line:
         with self._lock:

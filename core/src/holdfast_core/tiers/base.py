@@ -52,7 +52,12 @@ class ShardReader(Closing, Protocol):
 
     @property
     def fd(self) -> int:
-        """Descriptor of the whole shard file, `record.file_bytes` long, for sendfile or pread."""
+        """Descriptor of the whole shard file, for sendfile or pread."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the whole shard file."""
         ...
 
     def read_payload_into(self, offset: int, buffer: memoryview) -> None:
