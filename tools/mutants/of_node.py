@@ -13,23 +13,20 @@ _POWER = f"{_TESTS}test_node_every_call.py::test_no_order_of_writes_mixes_the_by
 
 OF_NODE = (
     Mutant(
-        name="node/verify-without-the-opened-trailer",
+        name="node/verify-without-the-payload",
         kind=Kind.MISSING_DIGEST,
         file=f"{_NODE}shard_file.py",
-        original=(
-            "        check_same(record, table, again)\n"
-            "        check_same(record, table, self._trailer)\n"
-        ),
-        replacement="        check_same(record, table, again)\n",
-        loses="A shard file that became another valid shard is copied and restored as this one.",
-        tests=_SHARD,
+        original="        check_same(record, table, self._trailer)\n",
+        replacement="",
+        loses="The scrub does not find a payload that the disk has damaged.",
+        tests=(f"{_TESTS}test_node_faults.py",),
     ),
     Mutant(
         name="node/verify-without-the-trailer-of-the-disk",
         kind=Kind.MISSING_DIGEST,
         file=f"{_NODE}shard_file.py",
-        original="        check_same(record, table, again)\n",
-        replacement="",
+        original="if read_record(self._fd, self._path, self._buffers) != self._trailer:",
+        replacement="if False:",
         loses="The scrub does not find a trailer that the disk has lost.",
         tests=_SHARD,
     ),

@@ -17,18 +17,18 @@ OF_STORE = (
     Mutant(
         name="store/manifest-deleted-last",
         kind=Kind.SWAPPED_WRITES,
-        file=f"{_STORE}deletion.py",
+        file=f"{_STORE}tier.py",
         original=(
-            "    objects.delete([keys.manifest_key(checkpoint)])\n"
-            "    _release(objects, checkpoint)\n"
-            "    if not _needed_by(objects, checkpoint):\n"
-            "        objects.delete_below(keys.shards_prefix(checkpoint))\n"
+            "        self.delete([keys.manifest_key(checkpoint)])\n"
+            "        self._release(checkpoint)\n"
+            "        if not self._needed_by(checkpoint):\n"
+            "            self.delete_below(keys.shards_prefix(checkpoint))\n"
         ),
         replacement=(
-            "    _release(objects, checkpoint)\n"
-            "    if not _needed_by(objects, checkpoint):\n"
-            "        objects.delete_below(keys.shards_prefix(checkpoint))\n"
-            "    objects.delete([keys.manifest_key(checkpoint)])\n"
+            "        self._release(checkpoint)\n"
+            "        if not self._needed_by(checkpoint):\n"
+            "            self.delete_below(keys.shards_prefix(checkpoint))\n"
+            "        self.delete([keys.manifest_key(checkpoint)])\n"
         ),
         loses="A kill during the deletion leaves a checkpoint in the store whose shards are gone.",
         tests=(
@@ -38,25 +38,25 @@ OF_STORE = (
     Mutant(
         name="store/needed-shards-are-deleted",
         kind=Kind.MISSING_CHECK,
-        file=f"{_STORE}deletion.py",
-        original="    if not _needed_by(objects, checkpoint):\n",
-        replacement="    if True:\n",
+        file=f"{_STORE}tier.py",
+        original="        if not self._needed_by(checkpoint):\n",
+        replacement="        if True:\n",
         loses="A later checkpoint that refers to the deleted one cannot be restored.",
         tests=_COMMIT,
     ),
     Mutant(
         name="store/uploads-asked-before-the-listing",
         kind=Kind.SWAPPED_WRITES,
-        file=f"{_STORE}deletion.py",
+        file=f"{_STORE}tier.py",
         original=(
-            "    stored = objects.folders(keys.SHARDS)\n"
-            "    stored |= objects.folders(keys.REFERENCES)\n"
-            "    busy = frozenset(uploading())\n"
+            "        stored = self.folders(keys.SHARDS)\n"
+            "        stored |= self.folders(keys.REFERENCES)\n"
+            "        busy = frozenset(uploading())\n"
         ),
         replacement=(
-            "    busy = frozenset(uploading())\n"
-            "    stored = objects.folders(keys.SHARDS)\n"
-            "    stored |= objects.folders(keys.REFERENCES)\n"
+            "        busy = frozenset(uploading())\n"
+            "        stored = self.folders(keys.SHARDS)\n"
+            "        stored |= self.folders(keys.REFERENCES)\n"
         ),
         loses="A sweep deletes the objects of an upload that began during its listing.",
         tests=_COMMIT,
@@ -64,9 +64,9 @@ OF_STORE = (
     Mutant(
         name="store/young-objects-are-swept",
         kind=Kind.COMPARISON,
-        file=f"{_STORE}deletion.py",
-        original="return all(item.age >= quiet for item in objects.list(below))",
-        replacement="return any(item.age >= quiet for item in objects.list(below))",
+        file=f"{_STORE}tier.py",
+        original="return all(item.age >= quiet for item in self.list(below))",
+        replacement="return any(item.age >= quiet for item in self.list(below))",
         loses="A sweep deletes the objects that a coordinator without a record has just uploaded.",
         tests=_COMMIT,
     ),
