@@ -22,6 +22,8 @@ from holdfast_core.errors import ConfigError
 from holdfast_core.messages.schema import Timing
 from holdfast_core.store_url import StoreUrl, parse_store_url
 
+_PACKAGES = ("minio", "zstandard")
+
 
 def checked_count(
     value: Any, what: str, least: int, remedy: str = "", *, of: str = "Checkpointer"
@@ -229,9 +231,6 @@ class Options:
     def waits(self) -> bool:
         """Whether a save waits for a free slot instead of being left out."""
         return self.when_busy == "wait"
-
-
-_PACKAGES = ("minio", "zstandard")
 
 
 def required_store(url: str) -> StoreUrl:

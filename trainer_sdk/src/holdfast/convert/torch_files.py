@@ -16,6 +16,8 @@ from holdfast.reading.checkpoint import LazyTensor
 from holdfast_core.errors import ConfigError, CorruptionError, FormatError, HoldfastError, TierError
 from holdfast_core.node.files import disk_error, disk_errors
 
+_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
+
 
 @contextmanager
 def torch_errors(operation: str, otherwise: type[HoldfastError]) -> Iterator[None]:
@@ -160,9 +162,6 @@ def with_tensors(value: Any, convert: Any, convert_in_tuple: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return value
-
-
-_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 
 
 def write_torch(path: Path, state: Any, dtype: str | None) -> None:

@@ -56,6 +56,10 @@ _RANKS_PER_STEP = 1000
 _MOST_STEPS = 1 << 20
 
 
+_VETOED_SAVES = 16
+"""Saves at the interval for which one proposal lets the ranks veto."""
+
+
 class Purpose(StrEnum):
     """What all ranks do after the named step."""
 
@@ -243,10 +247,6 @@ def _proposal(number: int) -> str:
 
 def _decision(number: int) -> str:
     return f"decision/{number}"
-
-
-_VETOED_SAVES = 16
-"""Saves at the interval for which one proposal lets the ranks veto."""
 
 
 @dataclass(frozen=True, slots=True)

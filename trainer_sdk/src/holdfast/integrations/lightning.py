@@ -47,6 +47,8 @@ from holdfast.integrations.versions import warn_if_untested
 from holdfast.training.inexact_data import inexact_loader
 from holdfast_core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _REFUSED = (
     (
         ModelPruning,
@@ -61,6 +63,10 @@ _REFUSED = (
 )
 _MODULE = "state_dict"
 """Key of the module's state in a checkpoint of Lightning."""
+
+
+_FINISHED = "_iterator_finished"
+"""Key in the state of a StatefulDataLoader: its next iterator begins the next epoch (torchdata 0.11)."""
 
 
 def require_resumable(callback: pl.Callback) -> None:
@@ -181,12 +187,6 @@ class Finetuning:
 
 def _batch_norms(module: pl.LightningModule) -> list[tuple[str, Any]]:
     return [(name, one) for name, one in module.named_modules() if isinstance(one, _BatchNorm)]
-
-
-logger = logging.getLogger(__name__)
-
-_FINISHED = "_iterator_finished"
-"""Key in the state of a StatefulDataLoader: its next iterator begins the next epoch (torchdata 0.11)."""
 
 
 class HoldfastCallback(pl.Callback):  # type: ignore[misc]  # the class is Any without Lightning

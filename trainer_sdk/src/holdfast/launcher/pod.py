@@ -53,6 +53,15 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.node.documents import read_document, replace_document
 
+logger = logging.getLogger(__name__)
+
+CGROUP = Path("/sys/fs/cgroup")
+_FINISH_PAUSE_SECONDS = 0.2
+_CLOSE_SECONDS = 1.0
+"""Time for the last messages. A sidecar that does not read them may not keep the pod from ending."""
+_REPORT_SECONDS = 5.0
+"""Limit for the reports of ended ranks when the launcher leaves. They need some turns of its event loop."""
+
 
 class RoundRecord:
     """Durable record of the newest round for which this pod has forked ranks. Only its launcher writes it."""
@@ -75,9 +84,6 @@ class RoundRecord:
     def write(self, round_: RestartRound) -> None:
         """Record `round_`. It is durable when this returns."""
         replace_document(self._path, json.dumps({"round": round_}).encode(), durable=True)
-
-
-CGROUP = Path("/sys/fs/cgroup")
 
 
 class ContainerMemory:
@@ -119,15 +125,6 @@ class ContainerMemory:
             return (self._root / name).read_text(encoding="ascii", errors="replace")
         except OSError:
             return ""
-
-
-logger = logging.getLogger(__name__)
-
-_FINISH_PAUSE_SECONDS = 0.2
-_CLOSE_SECONDS = 1.0
-"""Time for the last messages. A sidecar that does not read them may not keep the pod from ending."""
-_REPORT_SECONDS = 5.0
-"""Limit for the reports of ended ranks when the launcher leaves. They need some turns of its event loop."""
 
 
 @dataclass(frozen=True, slots=True)

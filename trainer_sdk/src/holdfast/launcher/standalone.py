@@ -20,9 +20,14 @@ from holdfast.directory.processes import Claim, claim
 from holdfast.launcher.processes import STORE_SECRET_BYTES, Processes, RankProcess, RoundSettings
 from holdfast_core.ids import RestartRound
 
+logger = logging.getLogger(__name__)
+
 _PREFIX = "holdfast-run-"
 _LOCK = "lock"
 SHARED_MEMORY = Path("/dev/shm")
+
+
+_LOOPBACK = "127.0.0.1"
 
 
 class ScratchDirectory:
@@ -66,11 +71,6 @@ def sweep(parent: Path) -> None:
                 held = Claim(lock, wait=False)
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 held.forget()
-
-
-logger = logging.getLogger(__name__)
-
-_LOOPBACK = "127.0.0.1"
 
 
 class StandaloneLauncher:

@@ -21,6 +21,8 @@ from holdfast.state.tensors import torch_module
 from holdfast.state.tree import is_stateful
 from holdfast.training.loop import stateful_parts
 
+logger = logging.getLogger(__name__)
+
 _BUFFER = "BufferShuffledExamplesIterable"
 """Class of the shuffle buffer of Hugging Face datasets, whose examples its state_dict leaves out."""
 
@@ -78,9 +80,6 @@ def _has_buffer(iterable: Any) -> bool:
         *(getattr(iterable, "ex_iterables", None) or ()),
     ]
     return any(_has_buffer(one) for one in inner)
-
-
-logger = logging.getLogger(__name__)
 
 
 class LazyLoaderWatch:

@@ -36,6 +36,8 @@ from holdfast.state.tree import is_stateful, unwrap
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import MAX_STEP, Step
 
+logger = logging.getLogger(__name__)
+
 
 def checked_step(value: Any, what: str) -> Step:
     """Return `value` as a number of optimizer steps.
@@ -62,9 +64,6 @@ def checked_step(value: Any, what: str) -> Step:
             "steps that are done since the beginning of the training"
         )
     return Step(int(number))
-
-
-logger = logging.getLogger(__name__)
 
 
 class Position:

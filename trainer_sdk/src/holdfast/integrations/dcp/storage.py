@@ -44,6 +44,12 @@ CheckpointId = str | os.PathLike[str] | int
 _NAME = re.compile(r"\D*(\d+)\Z")
 
 
+PROCESS_REFUSED = (
+    "AsyncCheckpointerType.PROCESS would send the Checkpointer to another process, where it cannot work: "
+    "leave async_checkpointer_type out. Holdfast writes in a process of its own anyway"
+)
+
+
 def step_of(checkpoint_id: CheckpointId) -> int:
     """Return the step: the number itself, or the one at the end of a path such as ckpt/step-100.
 
@@ -67,12 +73,6 @@ def folder_of(checkpoint_id: CheckpointId | None) -> str | None:
         return None
     parent = str(PurePath(checkpoint_id).parent)
     return None if parent == "." and os.sep not in str(checkpoint_id) else parent
-
-
-PROCESS_REFUSED = (
-    "AsyncCheckpointerType.PROCESS would send the Checkpointer to another process, where it cannot work: "
-    "leave async_checkpointer_type out. Holdfast writes in a process of its own anyway"
-)
 
 
 class StorageWriter(_Writer, AsyncStager):

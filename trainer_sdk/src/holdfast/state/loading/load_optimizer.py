@@ -16,12 +16,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from holdfast.state.kinds import tuple_like
 from holdfast.state.tensors import copy_all_in, is_alike, is_distributed, is_tensor, local_part
+
+if TYPE_CHECKING:  # torch is needed only where the state holds tensors
+    import torch
 
 _MODULE_HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
 _MODULE_METHODS = (
@@ -55,6 +56,8 @@ def only_copies(module: torch.nn.Module) -> bool:
 
 def is_stock_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether only torch's own code loads the optimizer."""
+    import torch
+
     return (
         type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         and type(optimizer).state_dict is torch.optim.Optimizer.state_dict
@@ -63,6 +66,8 @@ def is_stock_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_stock(module: torch.nn.Module) -> bool:
+    import torch
+
     kind = type(module)
     return (
         kind.load_state_dict is torch.nn.Module.load_state_dict
