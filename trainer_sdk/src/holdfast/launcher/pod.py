@@ -75,7 +75,14 @@ class RoundRecord:
             return RestartRound(int(json.loads(read_document(self._path))["round"]))
         except NotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, OverflowError, FormatError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            RecursionError,
+            FormatError,
+        ) as error:
             raise FormatError(
                 f'{self._path}: expected {{"round": N}} with its digest, found another text: {error}; only '
                 "`holdfast run` writes this file. Delete it only if no rank of this pod runs"
