@@ -10,12 +10,10 @@ ROOT = Path(__file__).parents[2]
 MEMBERS = ("core", "operator", "sidecar", "trainer_sdk", "cli")
 ALLOWED = {
     "Changed": "Operator and sidecar each log what has changed, and import no code of each other.",
-    "Choice": "The coordinator and the folder engine each choose a checkpoint.",
     "Failure": "The operator observes failures, and a sidecar's message reports some.",
     "Metrics": "Operator and sidecar each have the metrics of their process.",
     "RestorePoint": "A public name of the SDK, and the messages' word for the checkpoint.",
     "Settings": "Operator and sidecar each have the settings of their process.",
-    "Uploads": "The coordinator and the folder engine each have an upload machine.",
 }
 """Names that two or more classes may have. A name leaves this list when its second class goes."""
 

@@ -46,7 +46,7 @@ ALLOWED = {
     "trainer_sdk.FolderPlace": "It offers each operation of a place of checkpoints for a folder.",
     "trainer_sdk.FolderStart": "A start keeps what was asked for, rejected, skipped and agreed on.",
     "trainer_sdk.ServiceOptions": SETTINGS,
-    "trainer_sdk.Uploads": "One machine decides which uploads of a folder run, wait and are repeated.",
+    "trainer_sdk.FolderUploads": "One machine decides which uploads of a folder run, wait and are repeated.",
 }
 """Larger classes by package and name, with the reason. A class leaves this table when it has become small."""
 

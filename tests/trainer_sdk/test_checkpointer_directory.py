@@ -29,7 +29,7 @@ from tests.support.trainer.launched import (
 )
 
 import holdfast
-from holdfast.places import folder, persister_process, place
+from holdfast.places import folder, place
 from holdfast_core.errors import (
     CapacityError,
     ConfigError,
@@ -69,7 +69,7 @@ def test_outside_of_a_pod_a_folder_is_required() -> None:
 def executed_persisters() -> Iterator[None]:
     """Let the SDK execute its persisters, as it does for users, and not fork them from the zygote."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(persister_process, "subprocess", subprocess)
+        patch.setattr(folder, "subprocess", subprocess)
         yield
 
 

@@ -21,7 +21,7 @@ from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
 from holdfast.directory.open_folder import ServiceOptions
-from holdfast.directory.service import DirectoryService
+from holdfast.directory.persister import DirectoryService
 from holdfast.slots.staging import SlotRing
 from holdfast_core.errors import NotFoundError, SaveFailedError
 from holdfast_core.format.digest import digest_of

@@ -49,7 +49,7 @@ OF_FOLDER = (
     Mutant(
         name="folder/restore-point-is-pruned",
         kind=Kind.MISSING_CHECK,
-        file=f"{_FOLDER}pending.py",
+        file=f"{_FOLDER}saves.py",
         original="return waiting if protected is None else waiting | {protected}",
         replacement="return waiting",
         loses="A run that restarts in place cannot restore the checkpoint that it began from.",
@@ -58,7 +58,7 @@ OF_FOLDER = (
     Mutant(
         name="folder/waiting-upload-is-pruned",
         kind=Kind.MISSING_CHECK,
-        file=f"{_FOLDER}pending.py",
+        file=f"{_FOLDER}saves.py",
         original="return waiting if protected is None else waiting | {protected}",
         replacement="return frozenset() if protected is None else frozenset({protected})",
         loses="A checkpoint is deleted before it is in the store, so that the store never gets it.",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from tests.support.zygote.popen import Popen, subprocess_with
 
-from holdfast.places import persister_process
+from holdfast.places import folder
 
 
 @contextmanager
@@ -18,5 +18,5 @@ def forked_persisters() -> Iterator[None]:
     A persister needs 0.2 CPU seconds for its imports, and tests of the SDK start about a thousand.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(persister_process, "subprocess", subprocess_with(Popen))
+        patch.setattr(folder, "subprocess", subprocess_with(Popen))
         yield

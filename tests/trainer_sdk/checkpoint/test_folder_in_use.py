@@ -39,7 +39,7 @@ with holdfast.Checkpointer(dir=sys.argv[1]) as ckpt:
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.places.training_lock._ENDING_SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.directory.processes._ENDING_SECONDS", 0.2)
 
 
 def state(value: float = 0.0) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from holdfast.directory.choice import candidates, load_choice
 from holdfast.directory.commit import Committer
 from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import ServiceOptions
-from holdfast.directory.service import DirectoryService
+from holdfast.directory.persister import DirectoryService
 from holdfast_core.format.canonical import unsealed
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, Step

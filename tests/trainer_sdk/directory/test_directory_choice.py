@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from tests.support.shards.builders import BytesSource, payload, rank_layout_and_plan
 
-from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice
+from holdfast.directory.choice import JOB_UID, ChosenCheckpoint, choose, load_choice
 from holdfast.directory.commit import Committer
 from holdfast.directory.folder_store import FolderStore
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
@@ -187,7 +187,7 @@ class ChangingStore:
     def checkpoints(self) -> frozenset[CheckpointId]:
         return frozenset({self._listed.pop(0) if len(self._listed) > 1 else self._listed[0]})
 
-    def load(self, checkpoint: CheckpointId, has: Callable[[ShardRef], bool]) -> Choice:
+    def load(self, checkpoint: CheckpointId, has: Callable[[ShardRef], bool]) -> ChosenCheckpoint:
         if checkpoint != self._listed[-1]:
             raise NotFoundError(f"{checkpoint} was pruned")
         return load_choice(self._tier, checkpoint)

@@ -9,9 +9,9 @@ from pathlib import Path
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
 from holdfast.directory.open_folder import ServiceOptions
-from holdfast.directory.pending import Push
-from holdfast.directory.service import DirectoryService, MakeUploads
-from holdfast.directory.uploads import Uploads
+from holdfast.directory.persister import DirectoryService, MakeUploads
+from holdfast.directory.saves import Push
+from holdfast.directory.uploads import FolderUploads
 from holdfast.slots.staging import SlotRing
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Level, Rank, Step
@@ -23,7 +23,7 @@ LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=10)
 SIZE = PLAN.total_bytes
 
 
-class NeverUploaded(Uploads):
+class NeverUploaded(FolderUploads):
     """Uploads to a store that does not answer: every checkpoint of one step waits."""
 
     def __init__(self, step: int) -> None:

@@ -9,7 +9,7 @@ from tests.support.shards.builders import payload, rank_layout_and_plan
 
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.open_folder import ServiceOptions
-from holdfast.directory.service import DirectoryService
+from holdfast.directory.persister import DirectoryService
 from holdfast.slots.staging import SlotRing
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest

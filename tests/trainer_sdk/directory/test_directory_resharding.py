@@ -17,8 +17,8 @@ from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast.directory.commit import Committer
 from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import OpenFolder, ServiceOptions
+from holdfast.directory.persister import DirectoryService
 from holdfast.directory.restore import FolderPlaces, ShardFetcher, assemble_payload
-from holdfast.directory.service import DirectoryService
 from holdfast.slots.staging import SlotRing
 from holdfast_core.closing import Closing
 from holdfast_core.errors import (

@@ -17,7 +17,7 @@ from tests.support.trainer.launched import until
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.commit import Committer
 from holdfast.directory.open_folder import ServiceOptions, claim_round, keep_round
-from holdfast.directory.service import DirectoryService
+from holdfast.directory.persister import DirectoryService
 from holdfast_core.errors import FormatError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest

@@ -21,7 +21,7 @@ from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import OpenFolder, ServiceOptions
 from holdfast.directory.share import UploadFiles
-from holdfast.directory.uploads import Uploads
+from holdfast.directory.uploads import FolderUploads
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.format.canonical import sealed, unsealed
 from holdfast_core.format.manifest import parse_manifest_of
@@ -69,7 +69,7 @@ class Run:
             self.store,
         )
         self.pushed: list[Any] = []
-        self.uploads = Uploads(self.folder, self.store, BackgroundLimit(root / "slots"), 2)
+        self.uploads = FolderUploads(self.folder, self.store, BackgroundLimit(root / "slots"), 2)
         self.uploads.listen(self.pushed.append)
 
         self._is_started = False

@@ -55,7 +55,7 @@ _CANNOT_BE_RESTORED = (NotFoundError, CorruptionError, FormatError)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenCheckpoint:
     manifest: Manifest
     digest: Digest
     passed_over: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ def older_than(root: Path, step: Step) -> int:
     return sum(checkpoint.step < step for checkpoint in committed(root))
 
 
-def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
+def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> ChosenCheckpoint:
     """Load the manifest of `checkpoint` and check that all its shards exist.
 
     Raises NotFoundError, CorruptionError or FormatError when the checkpoint cannot be restored from here.
@@ -106,7 +106,7 @@ def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
             f"the shards of ranks {[ref.rank for ref in missing]} are missing: "
             f"{tier.why_missing(missing[0])}"
         )
-    return Choice(manifest, manifest_digest(document))
+    return ChosenCheckpoint(manifest, manifest_digest(document))
 
 
 def read_patiently(read: Callable[[], T]) -> T:
@@ -132,7 +132,7 @@ def open_in_folder(tier: DiskNodeTier, ref: ShardRef) -> ShardSource:
     return ReaderSource(tier.open_shard(ref))
 
 
-def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: FolderStore) -> Choice:
+def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: FolderStore) -> ChosenCheckpoint:
     """Load a checkpoint as `load_choice` does, or from the store where the folder lacks a part of it."""
     try:
         return load_choice(tier, checkpoint)
@@ -154,7 +154,7 @@ def choose(
     store: FolderStore | None = None,
     step: Step | None = None,
     pause: Callable[[float], object] = time.sleep,
-) -> Choice | None:
+) -> ChosenCheckpoint | None:
     """Return the newest complete checkpoint of the directory and its store, or None where there is none.
 
     It may have been saved by any number of ranks. With `step` only checkpoints of this step count. Another
@@ -209,7 +209,7 @@ def _first_that_loads(
     known: Collection[CheckpointId],
     rejected: Collection[CheckpointId],
     store: FolderStore | None,
-) -> tuple[Choice | None, dict[CheckpointId, HoldfastError]]:
+) -> tuple[ChosenCheckpoint | None, dict[CheckpointId, HoldfastError]]:
     """Return the newest checkpoint that loads, and the errors of newer ones that do not."""
     failed: dict[CheckpointId, HoldfastError] = {}
     for checkpoint in _newest_first(known):

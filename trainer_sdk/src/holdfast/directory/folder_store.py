@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.base.kept_run import kept_run_id
-from holdfast.directory.choice import JOB_UID, NAMESPACE, Choice
+from holdfast.directory.choice import JOB_UID, NAMESPACE, ChosenCheckpoint
 from holdfast_core.errors import (
     CapacityError,
     ConfigError,
@@ -141,7 +141,7 @@ class FolderStore:
         newest = self._runs.newest()
         return found if newest is None else [*found, newest.round]
 
-    def load(self, checkpoint: CheckpointId, has: Callable[[ShardRef], bool]) -> Choice:
+    def load(self, checkpoint: CheckpointId, has: Callable[[ShardRef], bool]) -> ChosenCheckpoint:
         """Load a manifest, and check that each of its shards is in the store or in the folder.
 
         Args:
@@ -163,9 +163,9 @@ class FolderStore:
                     f"checkpoint {checkpoint}: neither the folder nor {self.url} has the shards of "
                     f"ranks {lost}"
                 )
-        return Choice(manifest, manifest_digest(document))
+        return ChosenCheckpoint(manifest, manifest_digest(document))
 
-    def keep(self, choice: Choice) -> None:
+    def keep(self, choice: ChosenCheckpoint) -> None:
         """Write the manifest of the restore point where `kept` finds it, for the gang's other persisters.
 
         It does not count as a checkpoint of the folder, which may lack the shards.
@@ -176,11 +176,11 @@ class FolderStore:
             if path.name != name:
                 path.unlink(missing_ok=True)
 
-    def kept(self, checkpoint: CheckpointId) -> Choice | None:
+    def kept(self, checkpoint: CheckpointId) -> ChosenCheckpoint | None:
         """Return what `keep` has written for this checkpoint, or None."""
         try:
             document = read_document(self._directory / f"{checkpoint}.json")
-            return Choice(
+            return ChosenCheckpoint(
                 parse_manifest_of(document, JOB_UID, checkpoint), manifest_digest(document)
             )
         except HoldfastError:

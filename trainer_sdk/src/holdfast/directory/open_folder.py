@@ -26,7 +26,7 @@ import msgspec
 
 from holdfast.directory.choice import (
     JOB_UID,
-    Choice,
+    ChosenCheckpoint,
     candidates,
     choose,
     load_choice,
@@ -200,7 +200,7 @@ class OpenFolder:
     round: RestartRound
     presence: Presence | None
     """Identity of the folder when it was opened. None for a folder that cannot be written."""
-    choice: Choice | None
+    choice: ChosenCheckpoint | None
     """The restore point."""
     choice_error: HoldfastError | None
     """Why the restore point that rank 0 chose cannot be loaded. Restores raise it, so that all ranks choose
@@ -362,14 +362,14 @@ class OpenFolder:
 
 def _choose_with_store(
     options: ServiceOptions, tier: DiskNodeTier, store: FolderStore
-) -> tuple[Choice | None, list[RestartRound]]:
+) -> tuple[ChosenCheckpoint | None, list[RestartRound]]:
     """Return the restore point, and the rounds that the store has.
 
     If the store does not answer, the folder's newest checkpoint is the restore point. If it has none, this
     waits: the run would otherwise start from the beginning although the store has a checkpoint.
     """
 
-    def ask() -> tuple[Choice | None, list[RestartRound]]:
+    def ask() -> tuple[ChosenCheckpoint | None, list[RestartRound]]:
         store.adopt(
             has_checkpoints=bool(candidates(tier)),
             is_writable=not options.read_only,
@@ -401,7 +401,7 @@ def _choose_with_store(
     return choice, rounds
 
 
-def _newest_in_folder(options: ServiceOptions, tier: DiskNodeTier) -> Choice | None:
+def _newest_in_folder(options: ServiceOptions, tier: DiskNodeTier) -> ChosenCheckpoint | None:
     try:
         return choose(tier, options.rejected, step=options.step)
     except CorruptionError as error:
@@ -409,7 +409,9 @@ def _newest_in_folder(options: ServiceOptions, tier: DiskNodeTier) -> Choice | N
         return None
 
 
-def _load(tier: DiskNodeTier, checkpoint: CheckpointId, store: FolderStore | None) -> Choice:
+def _load(
+    tier: DiskNodeTier, checkpoint: CheckpointId, store: FolderStore | None
+) -> ChosenCheckpoint:
     """Load the checkpoint that rank 0 has chosen."""
     if store is None:
         return load_choice(tier, checkpoint)

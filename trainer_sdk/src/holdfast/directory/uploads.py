@@ -64,7 +64,7 @@ _END_SECONDS = 10.0
 """Longest wait for the thread, which may be in a request whose connection hangs."""
 
 
-class Uploads:
+class FolderUploads:
     """Uploads of one persister. `start` begins the thread. Thread-safe.
 
     Args:

@@ -7,11 +7,13 @@ import logging
 import os
 import secrets
 import socket
+import subprocess
+import sys
 
 from holdfast.base.handle import SaveHandle
 from holdfast.base.options import Folder, Options, folder_path, required_store
 from holdfast.base.settings import RankSettings
-from holdfast.connection.link import Link
+from holdfast.connection.link import Link, OwnSocket
 from holdfast.connection.session import Session
 from holdfast.directory.choice import JOB_UID, committed, older_than
 from holdfast.directory.commit import delete_step
@@ -19,6 +21,7 @@ from holdfast.directory.open_folder import UPLOAD_SECONDS, ServiceOptions, forma
 from holdfast.directory.processes import (
     Claim,
     Process,
+    TrainingLock,
     claim,
     claim_checkpoint,
     device_of,
@@ -26,10 +29,8 @@ from holdfast.directory.processes import (
 )
 from holdfast.gang.store import GangStore
 from holdfast.places.folder_start import FolderStart, expect_shared
-from holdfast.places.persister_process import PersisterProcess
 from holdfast.places.place import Directories, NextFetch, Traits, wait_connected
 from holdfast.places.slot_directory import SlotDirectory
-from holdfast.places.training_lock import TrainingLock
 from holdfast.reading.opening import Checkpoints, SavedStep, open_checkpoints
 from holdfast.slots.capacity import IN_A_FOLDER
 from holdfast_core.errors import (
@@ -50,6 +51,58 @@ from holdfast_core.messages.schema import (
     TakeStore,
 )
 from holdfast_core.node.files import make_directories
+
+
+class PersisterProcess:
+    """The newest persister of this rank."""
+
+    def __init__(self) -> None:
+        self.exit_status: int | None = None
+        """Exit status of the last persister that another one replaced."""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def kill(self) -> None:
+        """End the persister, if one runs."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.kill()
+            self.exit_status = self._process.wait()
+            self._process = None
+
+    def start(self, options: str) -> socket.socket:
+        """Start a persister with `options` and return the socket to it. Raises OSError."""
+        plain, theirs = socket.socketpair()
+        ours = OwnSocket.of(plain)
+        command = [sys.executable, "-m", "holdfast.directory.persister"]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [*command, str(theirs.fileno()), options],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    # A launcher kills a rank's process group, and a terminal interrupts it. The
+                    # persister must survive both to write what was staged.
+                    process_group=0,
+                )
+            except OSError:
+                ours.close()
+                raise
+        return ours
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the persister to end. Return whether none is left."""
+        if self._process is not None:
+            try:
+                self._process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return False
+            self._process = None
+        return True
+
 
 logger = logging.getLogger(__name__)
 

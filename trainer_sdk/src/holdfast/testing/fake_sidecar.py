@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from holdfast.directory.open_folder import ServiceOptions
-from holdfast.directory.service import Connection, DirectoryService
+from holdfast.directory.persister import Connection, DirectoryService
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import FormatError
 from holdfast_core.ids import JobUid, RestartRound, Worker
