@@ -10,8 +10,7 @@ from tests.support.trainer.dict_store import DictStore
 from tests.support.trainer.polled import PolledByHand
 
 from holdfast.checkpoint.decisions import SaveDecisions
-from holdfast.checkpoint.status import SaveStatus
-from holdfast.connection.progress import ProgressReporter
+from holdfast.checkpoint.status import ProgressReporter, SaveStatus
 from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement
 from holdfast.gang.store import GangStore

@@ -30,8 +30,7 @@ from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.decisions import SaveDecision, interval_of
 from holdfast.checkpoint.opened import Opened
 from holdfast.checkpoint.restoring import Fetched
-from holdfast.checkpoint.status import SaveStatus
-from holdfast.connection.progress import ProgressReporter
+from holdfast.checkpoint.status import ProgressReporter, SaveStatus
 from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement
 from holdfast.places.opening import place_for

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.base.service_loop import ServiceLoop
+from holdfast.directory.saves import ServiceLoop
 from holdfast_core.errors import UnavailableError
 
 LONG_SECONDS = 120

@@ -13,7 +13,7 @@ from tests.support.trainer.launched import until
 from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 import holdfast
-from holdfast.connection.progress import LOOP_ENDED, ProgressReporter
+from holdfast.checkpoint.status import LOOP_ENDED, ProgressReporter
 from holdfast.connection.session import Session
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.codec import MAX_METRICS
