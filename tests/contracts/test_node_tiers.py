@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from tests.support.shards.builders import JOB_UID, BytesSource, payload, shard_file, shard_header
-from tests.support.tiers.faulty import Faults, FaultyNodeTier
-from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import (
     AlreadyExistsError,
@@ -319,23 +317,3 @@ class TestDiskNodeTierOnTmpfs(TierContract):
     @pytest.fixture
     def small_tier(self, root: Path) -> NodeTier:
         return opened(root, SMALL_BYTES)
-
-
-class TestMemoryTier(TierContract):
-    @pytest.fixture
-    def tier(self) -> NodeTier:
-        return MemoryTier()
-
-    @pytest.fixture
-    def small_tier(self) -> NodeTier:
-        return MemoryTier(capacity_bytes=SMALL_BYTES)
-
-
-class TestFaultyNodeTierWithoutFaults(TierContract):
-    @pytest.fixture
-    def tier(self) -> NodeTier:
-        return FaultyNodeTier(MemoryTier(), Faults())
-
-    @pytest.fixture
-    def small_tier(self) -> NodeTier:
-        return FaultyNodeTier(MemoryTier(capacity_bytes=SMALL_BYTES), Faults())

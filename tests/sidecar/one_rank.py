@@ -14,7 +14,7 @@ from tests.support.shards.builders import (
     shard_header,
 )
 from tests.support.sidecar.contracts import contract_with
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
@@ -33,7 +33,7 @@ from holdfast_sidecar.wire.bulk import Members
 LAYOUT = rank_layout(world_size=1)
 PAYLOAD = rank_payload(world_size=1)
 HEADER = shard_header(len(PAYLOAD), world_size=1, layout=digest_of(LAYOUT))
-RECORD = MemoryTier().write_shard(HEADER, BytesSource(PAYLOAD))
+RECORD = ScratchTier().write_shard(HEADER, BytesSource(PAYLOAD))
 DOCUMENT = build_manifest(JOB, [(RECORD, layout_digests(LAYOUT))], parent=None)
 MANIFEST = parse_manifest(DOCUMENT)
 PATIENCE_SECONDS = 60.0

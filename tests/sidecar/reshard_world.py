@@ -12,7 +12,7 @@ from tests.support.clock import ManualClock
 from tests.support.shards.builders import BytesSource
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 from tests.support.shards.shard_files import flip_bit
-from tests.support.tiers.faulty import Faults, FaultyObjectStore, FaultySource
+from tests.support.tiers.faulty import Faults, Faulty
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of
@@ -133,7 +133,7 @@ class World:
         gate, self.gate = self.gate, None
         if gate is not None:
             return Gated(inner, gate)
-        source = FaultySource(inner, self.faults[member.worker])
+        source = Faulty(inner, self.faults[member.worker])
         forged = self.forged.get(member.worker)
         return source if forged is None else Forged(source, forged)
 
@@ -154,7 +154,7 @@ class World:
         return path
 
     def places(self, pools: Pools, node: Any = None) -> PodPlaces:
-        store = ObjectTier(FaultyObjectStore(self.objects, self.store_faults))
+        store = ObjectTier(Faulty(self.objects, self.store_faults))
         tiers = Tiers(node or self.node, store, pools)
         own: Any = self
         return PodPlaces(self.manifest, NAMESPACE, tiers, own, own, self.metrics, 1)
@@ -275,7 +275,7 @@ class Gated:
 class Forged:
     """A member that sends a forged chunk table."""
 
-    def __init__(self, inner: FaultySource, trailer: Trailer) -> None:
+    def __init__(self, inner: ShardSource, trailer: Trailer) -> None:
         self.trailer = trailer
         self.read = inner.read
         self.close = inner.close

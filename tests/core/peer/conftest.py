@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from tests.support.peer.bulk_pair import CLIENT, SERVER, Pair, started
 from tests.support.servers.pki import Authority
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.net.tls import TlsFiles
 
@@ -22,4 +22,4 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[TlsFiles, Tl
 
 @pytest.fixture
 def pair(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[Pair]:
-    yield from started(certificates, MemoryTier())
+    yield from started(certificates, ScratchTier())

@@ -24,8 +24,8 @@ from tests.support.peer.bulk_pair import (
 )
 from tests.support.servers.pki import Authority
 from tests.support.shards.builders import payload, shard_file, shard_header
-from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
-from tests.support.tiers.memory import MemoryShardReader, MemoryTier
+from tests.support.tiers.faulty import Fault, Faults, Faulty
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import (
     AccessDeniedError,
@@ -41,6 +41,7 @@ from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply, Refusal, Refused
 from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.protocol import PIECE_BYTES, receive_message, send_message
 from holdfast_core.peer.server import BulkLimits
@@ -51,7 +52,7 @@ from holdfast_core.shards.file import head_bytes
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, SIZE])
 def test_a_shard_is_copied_whole(pair: Pair, size: int) -> None:
     record = filled(pair.tier, size)
-    target = MemoryTier()
+    target = ScratchTier()
     copied = pair.copy(target, record.ref)
     assert copied.record == record
     assert bytes_of(target, record) == payload(size)
@@ -63,14 +64,14 @@ def test_a_shard_is_copied_whole(pair: Pair, size: int) -> None:
 @pytest.mark.parametrize("chunk_bytes", [4096, 12288, 3 << 20, 12 << 20])
 def test_chunks_of_any_size(pair: Pair, chunk_bytes: int) -> None:
     record = filled(pair.tier, chunk_bytes=chunk_bytes)
-    target = MemoryTier()
+    target = ScratchTier()
     pair.copy(target, record.ref)
     assert bytes_of(target, record) == payload(SIZE)
 
 
 def test_the_server_limits_the_rate_of_background_copies(pair: Pair) -> None:
     record = filled(pair.tier)
-    pair.copy(MemoryTier(), record.ref, background=True)
+    pair.copy(ScratchTier(), record.ref, background=True)
     assert SIZE <= sum(pair.handler.throttled) <= record.file_bytes + 8192
     assert max(pair.handler.throttled) <= PIECE_BYTES
 
@@ -101,7 +102,7 @@ def test_a_span_that_ends_before_it_begins_is_refused(pair: Pair) -> None:
 @pytest.mark.parametrize("cuts", [[5 << 20], [3 << 20] * 2, [*[3 << 20] * 2, 3000]], ids=len)
 def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, cuts: list[int]) -> None:
     record = filled(pair.tier)
-    target = FaultyNodeTier(MemoryTier(), faults := Faults())
+    target = Faulty(ScratchTier(), faults := Faults())
     cutter = Cutter(pair.port, cuts)
     try:
         assert pair.copy(target, record.ref, cutter.port).record == record
@@ -121,7 +122,7 @@ def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, cuts: list[int]) -> 
 def test_a_connection_that_breaks_at_any_place_delays_the_copy_only(pair: Pair, cut: int) -> None:
     """The cuts are within the handshake, the requests, the replies, the trailer and the payload."""
     record = filled(pair.tier)
-    target = MemoryTier()
+    target = ScratchTier()
     cutter = Cutter(pair.port, [cut])
     try:
         pair.copy(target, record.ref, cutter.port)
@@ -133,7 +134,7 @@ def test_a_connection_that_breaks_at_any_place_delays_the_copy_only(pair: Pair, 
 @pytest.mark.fault("A peer dies in the middle of a copy")
 def test_attempts_are_bounded_and_nothing_stays_behind(pair: Pair) -> None:
     record = filled(pair.tier)
-    target = MemoryTier(capacity_bytes=64 << 20)
+    target = ScratchTier(capacity_bytes=64 << 20)
     cutter = Cutter(pair.port, [500_000] * 10)
     try:
         with pytest.raises(UnavailableError, match="all 3 attempts failed"):
@@ -150,7 +151,7 @@ def test_a_round_that_turns_stale_under_way_is_not_committed(pair: Pair) -> None
     record = filled(pair.tier)
     runs = 1 + SIZE // RUN_BYTES
     for allowed in range(runs + 1):
-        target = MemoryTier(capacity_bytes=64 << 20)
+        target = ScratchTier(capacity_bytes=64 << 20)
         left = [allowed]
 
         def may_go_on(left: list[int] = left) -> None:
@@ -169,7 +170,7 @@ def test_refusals_carry_their_code(pair: Pair, code: Refusal) -> None:
     record = filled(pair.tier, 1000)
     pair.handler.error = RefusedError(code, "not you")
     with pytest.raises(RefusedError, match="not you") as caught:
-        pair.copy(MemoryTier(), record.ref)
+        pair.copy(ScratchTier(), record.ref)
     assert caught.value.code == code
 
 
@@ -177,13 +178,13 @@ def test_refusals_carry_their_code(pair: Pair, code: Refusal) -> None:
 def test_a_full_receiver_reports_it(pair: Pair) -> None:
     record = filled(pair.tier)
     with pytest.raises(CapacityError, match=r"needs \d+ bytes"):
-        pair.copy(MemoryTier(capacity_bytes=1 << 20), record.ref)
+        pair.copy(ScratchTier(capacity_bytes=1 << 20), record.ref)
 
 
 def test_an_absent_shard_is_not_found(pair: Pair) -> None:
-    record = filled(MemoryTier(), 1000)
+    record = filled(ScratchTier(), 1000)
     with pytest.raises(NotFoundError):
-        pair.copy(MemoryTier(), record.ref)
+        pair.copy(ScratchTier(), record.ref)
 
 
 @pytest.mark.fault("A peer sends wrong bytes")
@@ -191,7 +192,7 @@ def test_an_absent_shard_is_not_found(pair: Pair) -> None:
 def test_wrong_bytes_are_refused_by_the_receiver(pair: Pair, chunk_bytes: int) -> None:
     record = filled(pair.tier, chunk_bytes=chunk_bytes)
     pair.tier.damage(record.ref, 5 << 20)
-    target = MemoryTier(capacity_bytes=64 << 20)
+    target = ScratchTier(capacity_bytes=64 << 20)
     with pytest.raises(CorruptionError, match="not match"):
         pair.copy(target, record.ref)
     assert target.list_shards() == ()
@@ -203,7 +204,7 @@ def test_a_torn_shard_is_reported_as_corrupt(pair: Pair, place: int) -> None:
     record = filled(pair.tier, 1000)
     pair.tier.damage(record.ref, place % record.file_bytes)
     with pytest.raises(CorruptionError):
-        pair.copy(MemoryTier(), record.ref)
+        pair.copy(ScratchTier(), record.ref)
 
 
 @pytest.mark.fault("A shard file is cut while it is being served")
@@ -225,10 +226,10 @@ def test_a_file_that_was_cut_ends_the_connection(
 def test_errors_of_the_own_disk_are_not_retried(pair: Pair) -> None:
     record = filled(pair.tier)
     full = CapacityError("volume is full")
-    faults = Faults([Fault("copy.write", FaultKind.ERR, first=2, error=full)])
+    faults = Faults([Fault("write", full, first=2)])
     cutter = Cutter(pair.port, [])
     with pytest.raises(CapacityError, match="volume is full"):
-        pair.copy(FaultyNodeTier(MemoryTier(), faults), record.ref, cutter.port)
+        pair.copy(Faulty(ScratchTier(), faults), record.ref, cutter.port)
     cutter.close()
     assert cutter.connections == 1
 
@@ -237,7 +238,7 @@ def test_another_server_under_this_address_is_not_spoken_to(pair: Pair) -> None:
     record = filled(pair.tier, 1000)
     other = replace(pair.peer(), server_hostname="gpt-9-r0.uid.holdfast")
     with pytest.raises(AccessDeniedError, match="certificate of the peer was not accepted"):
-        copy_shard(other, record.ref, MemoryTier())
+        copy_shard(other, record.ref, ScratchTier())
     assert pair.handler.reads == []
 
 
@@ -250,21 +251,21 @@ def test_a_caller_with_a_certificate_of_another_authority_gets_no_answer(
     context.verify_mode = ssl.CERT_NONE
     record = filled(pair.tier, 1000)
     with pytest.raises((AccessDeniedError, UnavailableError)):
-        copy_shard(replace(pair.peer(), ssl_context=context), record.ref, MemoryTier())
+        copy_shard(replace(pair.peer(), ssl_context=context), record.ref, ScratchTier())
     assert pair.handler.reads == []
 
 
 def test_a_closed_port_is_unavailable(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    record = filled(MemoryTier(), 1000)
+    record = filled(ScratchTier(), 1000)
     with pytest.raises(UnavailableError, match="refused"):
-        pair.copy(MemoryTier(), record.ref, port)
+        pair.copy(ScratchTier(), record.ref, port)
 
 
 def test_requests_beyond_the_limit_wait(certificates: tuple[TlsFiles, TlsFiles]) -> None:
-    for pair in started(certificates, MemoryTier(), BulkLimits(requests=1)):
-        target = MemoryTier()
+    for pair in started(certificates, ScratchTier(), BulkLimits(requests=1)):
+        target = ScratchTier()
         records = [filled(pair.tier, 200_000, rank=rank) for rank in range(4)]
         threads = [threading.Thread(target=pair.copy, args=(target, r.ref)) for r in records]
         for thread in threads:
@@ -280,19 +281,19 @@ def test_a_request_that_gets_no_turn_is_refused_as_busy(
     limits = BulkLimits(requests=1, io_seconds=0.2)
     started_reading, release = threading.Event(), threading.Event()
 
-    class Slow(MemoryTier):
-        def open_shard(self, ref: ShardRef) -> MemoryShardReader:
+    class Slow(ScratchTier):
+        def open_shard(self, ref: ShardRef) -> DiskShardReader:
             started_reading.set()
             assert release.wait(60)
             return super().open_shard(ref)
 
     for pair in started(certificates, Slow(), limits):
         record = filled(pair.tier, 1000)
-        first = threading.Thread(target=pair.copy, args=(MemoryTier(), record.ref))
+        first = threading.Thread(target=pair.copy, args=(ScratchTier(), record.ref))
         first.start()
         assert started_reading.wait(60)
         with pytest.raises(UnavailableError, match=r"1 requests of .* are in progress"):
-            pair.copy(MemoryTier(), record.ref, attempts=1)
+            pair.copy(ScratchTier(), record.ref, attempts=1)
         release.set()
         first.join()
 
@@ -315,7 +316,7 @@ def test_noise_ends_the_connection_only(pair: Pair, data: bytes) -> None:
             while line.sock.recv(4096):
                 pass
     record = filled(pair.tier, 1000)
-    pair.copy(MemoryTier(), record.ref)
+    pair.copy(ScratchTier(), record.ref)
 
 
 def test_a_key_that_is_too_long_is_not_parsed() -> None:
@@ -345,7 +346,7 @@ def test_closing_the_server_ends_connections_that_wait(pair: Pair) -> None:
 
 
 def test_messages_keep_their_fields() -> None:
-    record = filled(MemoryTier(), 10)
+    record = filled(ScratchTier(), 10)
     refused = Refused(Refusal.BUSY, "later", record.ref.round)
     left, right = socket.socketpair()
     with left, right:
@@ -374,7 +375,7 @@ def test_a_whole_file_of_the_format_crosses(pair: Pair) -> None:
     writer = pair.tier.begin_copy(record.ref, len(file))
     writer.write(file)
     writer.commit()
-    target = MemoryTier()
+    target = ScratchTier()
     pair.copy(target, record.ref)
     with target.open_shard(record.ref) as reader, open(reader.fd, "rb", closefd=False) as copy:
         copy.seek(0)

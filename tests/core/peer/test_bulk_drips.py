@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.support.clock import ManualClock
 from tests.support.peer.hostile_peer import HostilePeer, end_of_file, filled, requested, trailer_of
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import ByteRange
@@ -30,7 +30,7 @@ class Slow:
     """A hostile peer, and the clock of its caller. Time passes only between the peer's bytes."""
 
     def __init__(self, certificates: tuple[TlsFiles, TlsFiles]) -> None:
-        tier = MemoryTier()
+        tier = ScratchTier()
         self.trailer = trailer_of(tier, filled(tier))
         self.record = self.trailer.record
         self.clock = ManualClock()
@@ -57,7 +57,7 @@ class Slow:
 
     def whole(self) -> None:
         self.hostile.spans = self.dripped
-        copy_shard(self.peer, self.record.ref, MemoryTier())
+        copy_shard(self.peer, self.record.ref, ScratchTier())
 
     def trailer_bytes(self) -> None:
         def answer(sock: socket.socket, request: ReadObject) -> None:

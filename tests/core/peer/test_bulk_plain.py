@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 from tests.support.peer.bulk_pair import Pair, bytes_of, filled, started
 from tests.support.shards.builders import payload
-from tests.support.tiers.faulty import Faults, FaultyNodeTier
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.faulty import Faults, Faulty
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import CorruptionError, RefusedError, UnavailableError
 from holdfast_core.format.keys import node_key
@@ -120,7 +120,7 @@ def is_plain(seen: bytearray) -> bool:
 
 @pytest.fixture
 def pair(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[Pair]:
-    for found in started(certificates, MemoryTier()):
+    for found in started(certificates, ScratchTier()):
         found.handler.plain = True
         yield found
 
@@ -142,7 +142,7 @@ def wires(pair: Pair) -> Iterator[Callable[..., Wire]]:
 def test_payloads_travel_in_the_clear_and_nothing_else_does(
     pair: Pair, wires: Callable[..., Wire], size: int
 ) -> None:
-    target = MemoryTier()
+    target = ScratchTier()
     record = filled(pair.tier, size)
     wire = wires()
     pair.copy(target, record.ref, wire.port, plain=True)
@@ -164,7 +164,7 @@ def test_a_range_that_is_not_worth_a_connection_stays_inside_tls(
     pair: Pair, wires: Callable[..., Wire]
 ) -> None:
     record, wire = filled(pair.tier, MIB), wires()
-    pair.copy(MemoryTier(), record.ref, wire.port, plain=True)
+    pair.copy(ScratchTier(), record.ref, wire.port, plain=True)
     (seen,) = wire.seen
     assert not is_plain(seen)
 
@@ -178,7 +178,7 @@ def test_one_side_alone_does_not_leave_tls(
     pair.handler.plain = server_allows
     record = filled(pair.tier)
     wire = wires()
-    pair.copy(MemoryTier(), record.ref, wire.port, attempts=1, plain=caller_asks)
+    pair.copy(ScratchTier(), record.ref, wire.port, attempts=1, plain=caller_asks)
     assert sum(map(len, wire.seen)) > SIZE
     assert not any(map(is_plain, wire.seen))
 
@@ -188,7 +188,7 @@ def test_a_changed_shard_is_not_kept_and_copied_again_inside_tls(
     pair: Pair, wires: Callable[..., Wire], at: int
 ) -> None:
     record = filled(pair.tier)
-    target = MemoryTier(capacity_bytes=64 << 20)
+    target = ScratchTier(capacity_bytes=64 << 20)
     wire = wires(meddle=flip_a_bit(at))
     assert pair.copy(target, record.ref, wire.port, plain=True).record == record
     assert bytes_of(target, record) == payload(SIZE)
@@ -212,7 +212,7 @@ def test_an_attack_on_plain_copies_is_no_fault_of_the_peer(
     """A CorruptionError would make the owner verify its shard, and the fetcher ask another place."""
     record = filled(pair.tier)
     wire = wires(meddle=flip_a_bit(keeps_crc=True))
-    target = MemoryTier(capacity_bytes=64 << 20)
+    target = ScratchTier(capacity_bytes=64 << 20)
     with pytest.raises(UnavailableError, match="outside TLS"):
         pair.copy(target, record.ref, wire.port, attempts=1, plain=True)
     assert target.list_shards() == ()
@@ -235,7 +235,7 @@ def test_a_refusal_in_the_clear_is_not_believed(pair: Pair, wires: Callable[...,
         return passed if at < 0 else passed[:at] + forged
 
     wire = wires(meddle=meddle, cut_after=2 * MIB)
-    target = MemoryTier()
+    target = ScratchTier()
     pair.copy(target, record.ref, wire.port, plain=True)
     assert bytes_of(target, record) == payload(SIZE)
     assert len(wire.seen) == 2 and not is_plain(wire.seen[1])
@@ -265,7 +265,7 @@ def test_a_request_in_the_clear_is_not_answered(pair: Pair) -> None:
 
 def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, wires: Callable[..., Wire]) -> None:
     record = filled(pair.tier)
-    target = FaultyNodeTier(MemoryTier(), faults := Faults())
+    target = Faulty(ScratchTier(), faults := Faults())
     wire = wires(cut_after=6 * MIB)
     assert pair.copy(target, record.ref, wire.port, plain=True).record == record
     assert faults.calls("begin_copy") == 1
@@ -276,7 +276,7 @@ def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, wires: Callable[...,
 def test_a_bad_shard_is_reported_inside_tls(pair: Pair, wires: Callable[..., Wire]) -> None:
     record = filled(pair.tier)
     pair.tier.damage(record.ref, 5 * MIB)
-    target, wire = MemoryTier(), wires()
+    target, wire = ScratchTier(), wires()
     with pytest.raises(CorruptionError, match="not match"):
         pair.copy(target, record.ref, wire.port, plain=True)
     inside = [is_plain(seen) for seen in wire.seen[1:]]
@@ -288,4 +288,4 @@ def test_refusals_are_received(pair: Pair) -> None:
     record = filled(pair.tier)
     pair.handler.error = RefusedError(Refusal.NOT_MEMBER, "not you")
     with pytest.raises(RefusedError, match="not you"):
-        pair.copy(MemoryTier(), record.ref, plain=True)
+        pair.copy(ScratchTier(), record.ref, plain=True)

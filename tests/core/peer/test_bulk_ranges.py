@@ -24,7 +24,7 @@ from tests.support.peer.hostile_peer import (
     trailer_of,
 )
 from tests.support.shards.builders import BytesSource, payload, shard_header
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import (
     CorruptionError,
@@ -116,7 +116,7 @@ def test_a_reader_that_stops_in_the_middle_reads_again(pair: Pair) -> None:
 
 
 def test_what_is_not_there(pair: Pair) -> None:
-    record = filled(MemoryTier())
+    record = filled(ScratchTier())
     with pytest.raises(NotFoundError):
         pair.open(record.ref)
 
@@ -150,7 +150,7 @@ def test_a_connection_reads_one_shard_after_the_other(pair: Pair) -> None:
 
 
 def test_a_refusal_leaves_the_connection_open(pair: Pair) -> None:
-    here, absent = filled(pair.tier), filled(MemoryTier(), step=11)
+    here, absent = filled(pair.tier), filled(ScratchTier(), step=11)
     with pair.peer().connected() as line:
         for record, code in ((absent, Refusal.NOT_FOUND), (here, None)):
             send_message(line.sock, ReadObject(node_key(record.ref)))
@@ -179,7 +179,7 @@ def test_bytes_that_do_not_match_the_chunk_table_are_refused(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
     """The peer's table is right, but it sends other bytes."""
-    tier = MemoryTier()
+    tier = ScratchTier()
     record = filled(tier)
     tier.damage(record.ref, HEAD + 5 * CHUNK)
     for pair in started(certificates, tier):
@@ -192,7 +192,7 @@ def test_bytes_that_do_not_match_the_chunk_table_are_refused(
 
 @pytest.fixture
 def hostile(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[HostilePeer]:
-    tier = MemoryTier()
+    tier = ScratchTier()
     peer = HostilePeer(certificates, trailer_of(tier, filled(tier)))
     yield peer
     peer.close()
@@ -248,7 +248,7 @@ def test_a_hostile_peer_gives_no_byte(
     hostile: HostilePeer, answer: Answer, error: type[HoldfastError]
 ) -> None:
     hostile.spans = answer
-    target = MemoryTier(capacity_bytes=64 << 20)
+    target = ScratchTier(capacity_bytes=64 << 20)
     with PeerStore(hostile.peer).open_shard(hostile.record.ref) as shard, pytest.raises(error):
         list(shard.read([range(CHUNKS)]))
     with pytest.raises(error):
@@ -283,7 +283,7 @@ def test_a_trailer_of_an_impossible_length_is_refused(hostile: HostilePeer, leng
 
 def test_a_table_of_other_bytes_is_not_believed(hostile: HostilePeer) -> None:
     """The table is consistent and has the requested identity; only its digest differs."""
-    forged = MemoryTier()
+    forged = ScratchTier()
     header = shard_header(SIZE, chunk_bytes=CHUNK)
     record = forged.write_shard(header, BytesSource(payload(SIZE, seed=1)))
     hostile.trailer = sends_trailer(trailer_of(forged, record))
@@ -292,7 +292,7 @@ def test_a_table_of_other_bytes_is_not_believed(hostile: HostilePeer) -> None:
 
 
 def test_a_table_with_other_digests_is_not_believed(hostile: HostilePeer) -> None:
-    tier = MemoryTier()
+    tier = ScratchTier()
     record = filled(tier)
     table = trailer_of(tier, record).table
     swapped = table.digests[32:64] + table.digests[:32] + table.digests[64:]

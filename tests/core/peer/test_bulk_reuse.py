@@ -8,8 +8,8 @@ import pytest
 from tests.support.peer.bulk_pair import Cutter, Pair, bytes_of, write
 from tests.support.shards.builders import payload
 from tests.support.shards.shard_files import flip_bit
-from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.faulty import Fault, Faults, Faulty
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import StaleRoundError, UnavailableError
 from holdfast_core.node.tier import DiskNodeTier
@@ -37,7 +37,7 @@ def received(pair: Pair, record: ShardRecord, tier: NodeTier, port: int | None =
 
 
 def test_what_a_rank_of_the_same_step_has_is_not_requested(pair: Pair) -> None:
-    target, data = MemoryTier(), payload(SIZE)
+    target, data = ScratchTier(), payload(SIZE)
     mine = changed(data, 0, SIZE - 1)
     record = write(pair.tier, mine, rank=0)
     write(target, data, rank=1)
@@ -46,7 +46,7 @@ def test_what_a_rank_of_the_same_step_has_is_not_requested(pair: Pair) -> None:
 
 
 def test_what_the_same_rank_had_before_is_not_requested(pair: Pair) -> None:
-    target, data = MemoryTier(), payload(SIZE)
+    target, data = ScratchTier(), payload(SIZE)
     first = write(pair.tier, data, step=10)
     second = write(pair.tier, changed(data, 5 * MIB), step=20)
     assert received(pair, first, target) > SIZE
@@ -58,7 +58,7 @@ def test_what_the_same_rank_had_before_is_not_requested(pair: Pair) -> None:
 
 
 def test_other_states_are_copied_whole(pair: Pair) -> None:
-    target = MemoryTier()
+    target = ScratchTier()
     record = write(pair.tier, payload(SIZE, seed=1), rank=0)
     write(target, payload(SIZE, seed=2), rank=1)
     assert received(pair, record, target) > SIZE
@@ -67,7 +67,7 @@ def test_other_states_are_copied_whole(pair: Pair) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK, CHUNK + 1])
 def test_small_states(pair: Pair, size: int) -> None:
-    target = MemoryTier()
+    target = ScratchTier()
     record = write(pair.tier, payload(size), rank=0)
     write(target, payload(size), rank=1)
     assert received(pair, record, target) <= OVERHEAD
@@ -76,7 +76,7 @@ def test_small_states(pair: Pair, size: int) -> None:
 
 def test_outside_tls_as_well(pair: Pair) -> None:
     pair.handler.plain = True
-    target, data = MemoryTier(), payload(SIZE)
+    target, data = ScratchTier(), payload(SIZE)
     record = write(pair.tier, changed(data, 3 * MIB), rank=0)
     write(target, data, rank=1)
     copied = pair.copy(target, record.ref, attempts=1, plain=True)
@@ -85,7 +85,7 @@ def test_outside_tls_as_well(pair: Pair) -> None:
 
 
 def test_a_broken_copy_goes_on_with_what_is_still_missing(pair: Pair) -> None:
-    target, data = MemoryTier(), payload(SIZE)
+    target, data = ScratchTier(), payload(SIZE)
     mine = changed(data, *range(0, 6 * MIB, CHUNK))  # 24 chunks differ, the receiver has the rest
     record = write(pair.tier, mine, rank=0)
     write(target, data, rank=1)
@@ -114,17 +114,17 @@ def test_a_bad_source_is_quarantined_and_the_peer_is_asked_for_its_chunks(
 
 
 def test_a_source_that_cannot_be_opened_is_none(pair: Pair) -> None:
-    inner, faults = MemoryTier(), Faults()
+    inner = ScratchTier()
     data = payload(SIZE)
     record = write(pair.tier, data, rank=0)
     write(inner, data, rank=1)
-    faults.add(Fault("open_shard", FaultKind.ERR, error=UnavailableError("no descriptors")))
-    assert received(pair, record, FaultyNodeTier(inner, faults)) > SIZE
+    faults = Faults([Fault("open_shard", UnavailableError("no descriptors"))])
+    assert received(pair, record, Faulty(inner, faults)) > SIZE
     assert bytes_of(inner, record) == data
 
 
 def test_a_copy_of_local_chunks_ends_when_its_round_does(pair: Pair) -> None:
-    target, data = MemoryTier(capacity_bytes=64 * MIB), payload(SIZE)
+    target, data = ScratchTier(capacity_bytes=64 * MIB), payload(SIZE)
     record = write(pair.tier, data, rank=0)
     other = write(target, data, rank=1)
     calls = 0

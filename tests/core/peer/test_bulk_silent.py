@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from tests.support.peer.bulk_pair import SERVER, Pair, filled, started
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import UnavailableError
 from holdfast_core.format.keys import node_key
@@ -36,7 +36,7 @@ def serving(
     certificates: tuple[TlsFiles, TlsFiles], limits: BulkLimits
 ) -> Iterator[tuple[Pair, ShardRecord]]:
     """Run a server that has one shard."""
-    for pair in started(certificates, MemoryTier(), limits):
+    for pair in started(certificates, ScratchTier(), limits):
         yield pair, filled(pair.tier, SIZE)
 
 
@@ -50,7 +50,7 @@ def test_a_reader_that_does_not_read_is_disconnected(
         with connected(pair) as sock:
             send_message(sock, ReadObject(node_key(record.ref), ObjectRange(0, SIZE), plain=plain))
             assert sock.recv(1)  # it is being served, and stops reading
-            assert pair.copy(MemoryTier(), record.ref).record == record
+            assert pair.copy(ScratchTier(), record.ref).record == record
 
 
 @pytest.mark.fault("One end of a connection vanishes without closing it")
@@ -59,7 +59,7 @@ def test_a_caller_that_vanished_is_disconnected(
 ) -> None:
     for pair, record in serving(certificates, BulkLimits(requests=1, idle_seconds=3)):
         with connected(pair) as sock:
-            assert pair.copy(MemoryTier(), record.ref).record == record
+            assert pair.copy(ScratchTier(), record.ref).record == record
             assert sock.recv(1) == b""
 
 
@@ -68,17 +68,17 @@ def test_a_caller_that_sends_nothing_is_disconnected(
 ) -> None:
     for pair, record in serving(certificates, BulkLimits(handshake_seconds=3)):
         with socket.create_connection(("127.0.0.1", pair.port), timeout=30) as silent:
-            assert pair.copy(MemoryTier(), record.ref).record == record
+            assert pair.copy(ScratchTier(), record.ref).record == record
             assert silent.recv(1) == b""
 
 
 @pytest.mark.fault("One end of a connection vanishes without closing it")
 def test_a_server_that_vanished_is_given_up(pair: Pair) -> None:
     """The kernel accepts the connection, but no process answers."""
-    record = filled(MemoryTier(), 1000)
+    record = filled(ScratchTier(), 1000)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(UnavailableError, match="all 2 attempts failed"):
             pair.copy(
-                MemoryTier(), record.ref, port, connect_seconds=0.3, io_seconds=0.3, attempts=2
+                ScratchTier(), record.ref, port, connect_seconds=0.3, io_seconds=0.3, attempts=2
             )

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from tests.support.peer.bulk_pair import CLIENT, Handler, Pair, filled, started
 from tests.support.servers.flood import flood
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.keys import node_key
@@ -37,13 +37,13 @@ def silent(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 
 def serving(certificates: tuple[TlsFiles, TlsFiles], limits: BulkLimits) -> Iterator[Pair]:
-    yield from started(certificates, MemoryTier(), limits)
+    yield from started(certificates, ScratchTier(), limits)
 
 
 def copies(pair: Pair, size: int = 200_000) -> bool:
     """Return whether a member's copy of a shard succeeds."""
     record = filled(pair.tier, size)
-    return pair.copy(MemoryTier(), record.ref).record == record
+    return pair.copy(ScratchTier(), record.ref).record == record
 
 
 def bulk_threads() -> int:
@@ -131,7 +131,7 @@ def test_a_member_that_reads_nothing_delays_no_other_member(
             reading.set()
 
     limits = BulkLimits(requests=2, io_seconds=HOUR, idle_seconds=HOUR)
-    for pair in started(certificates, MemoryTier(), limits, Reading()):
+    for pair in started(certificates, ScratchTier(), limits, Reading()):
         record = filled(pair.tier)
         large = filled(pair.tier, 64 << 20, step=11)
         request = ReadObject(node_key(large.ref), ObjectRange(0, large.file_bytes))
@@ -142,7 +142,7 @@ def test_a_member_that_reads_nothing_delays_no_other_member(
             reading.wait()
             # The server's own certificate stands for another member.
             other = replace(pair, client=client_context(certificates[0]))
-            assert other.copy(MemoryTier(), record.ref).record == record
+            assert other.copy(ScratchTier(), record.ref).record == record
 
 
 def test_connections_of_a_member_are_bounded(certificates: tuple[TlsFiles, TlsFiles]) -> None:
@@ -170,7 +170,7 @@ def test_a_read_ends_where_its_caller_ceases_to_be_a_member(
                 raise RefusedError(Refusal.NOT_MEMBER, "no member any more")
 
     membership = Membership()
-    for pair in started(certificates, MemoryTier(), handler=membership):
+    for pair in started(certificates, ScratchTier(), handler=membership):
         record = filled(pair.tier, 24 << 20)
         with pair.open(record.ref) as shard:
             membership.left = 3
@@ -181,4 +181,4 @@ def test_a_read_ends_where_its_caller_ceases_to_be_a_member(
         for allowed in range(8):
             membership.left = allowed
             with pytest.raises(RefusedError, match="no member any more"):
-                copy_shard(pair.peer(), record.ref, MemoryTier())
+                copy_shard(pair.peer(), record.ref, ScratchTier())

@@ -23,7 +23,7 @@ from tests.support.shards.placements import (
     planned,
     shards_of,
 )
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import CorruptionError, UnavailableError
 from holdfast_core.format.digest import digest_of
@@ -118,7 +118,7 @@ class Saved:
     """Shards of the ranks of a mesh, with small chunks."""
 
     def __init__(self, mesh: list[int], placement: Placement) -> None:
-        self.tier = MemoryTier()
+        self.tier = ScratchTier()
         self.ranks = layouts(mesh, placement)
         self.records = [
             self.tier.write_shard(
@@ -239,7 +239,7 @@ def test_bytes_of_a_file_are_compared_by_blake3(runs: list[range]) -> None:
 
 def test_a_run_that_is_longer_than_one_read_of_a_file_is_in_one_piece() -> None:
     data = bytes(range(256)) * (40 << 10)
-    tier = MemoryTier()
+    tier = ScratchTier()
     record = tier.write_shard(shard_header(len(data), chunk_bytes=1 << 20), BytesSource(data))
     with ReaderSource(tier.open_shard(record.ref)) as source:
         found = [bytes(view) for view in source.read([range(6), range(6, 10)])]

@@ -1,9 +1,8 @@
-"""The local commit and the candidates of a restore, over tiers of memory and disk."""
+"""The local commit and the candidates of a restore, over a node tier."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 from tests.support.shards.builders import (
@@ -15,14 +14,13 @@ from tests.support.shards.builders import (
     shard_header,
 )
 from tests.support.tiers.candidates import candidates
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import AlreadyExistsError, FormatError, NotFoundError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import LayoutDigests, layout_digests
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step
-from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import ShardRecord, build_manifest
 from holdfast_core.tiers.base import NodeTier
 
@@ -30,13 +28,9 @@ WORLD = 2
 LAYOUTS = [rank_layout(rank=rank, world_size=WORLD) for rank in range(WORLD)]
 
 
-@pytest.fixture(params=["memory", "disk"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> NodeTier:
-    if request.param == "memory":
-        return MemoryTier()
-    disk = DiskNodeTier(tmp_path, capacity_bytes=64 << 20)
-    disk.open()
-    return disk
+@pytest.fixture
+def tier() -> ScratchTier:
+    return ScratchTier()
 
 
 def write(tier: NodeTier, rank: int, *, step: int = 10, round: int = 0) -> ShardRecord:
@@ -127,19 +121,17 @@ def test_a_step_without_a_shard_is_passed_over(tier: NodeTier) -> None:
     assert steps(tier, [Rank(0)]) == [(20, 0), (10, 0)]
 
 
-def test_bad_bytes_are_quarantined_and_the_older_step_wins() -> None:
-    tier = MemoryTier()
+def test_bad_bytes_are_quarantined_and_the_older_step_wins(tier: ScratchTier) -> None:
     commit(tier, 10)
     _, records = commit(tier, 20)
     tier.damage(records[0].ref, 4096 + 20)
     assert steps(tier) == [(10, 0)]
-    assert [ref for ref, _ in tier.quarantined] == [records[0].ref]
+    assert tier.volume.why_quarantined(tier.shard_path(records[0].ref)) is not None
     with pytest.raises(NotFoundError):
         tier.open_shard(records[0].ref)
 
 
-def test_a_manifest_under_another_name_is_passed_over() -> None:
-    tier = MemoryTier()
+def test_a_manifest_under_another_name_is_passed_over(tier: ScratchTier) -> None:
     _, records = commit(tier, 10)
     document = build_manifest(JOB, described(records), parent=None)
     tier.put_manifest(JOB_UID, CheckpointId(Step(99), RestartRound(0)), document)

@@ -11,7 +11,7 @@ from tests.sidecar.one_rank import DOCUMENT, HEADER, MANIFEST, PAYLOAD, rehydrat
 from tests.support.clock import ManualClock
 from tests.support.shards.builders import JOB, BytesSource
 from tests.support.sidecar.rounds import accepted, round_message
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import NotFoundError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
@@ -37,7 +37,7 @@ class Liars:
         return DOCUMENT
 
 
-def tried(point: RestorePoint, node: MemoryTier) -> str:
+def tried(point: RestorePoint, node: ScratchTier) -> str:
     """Return what the rehydrator reports of a restore point that it cannot restore."""
     held = round_message(SAVED.round + 1, restore_point=point)
     state = accepted(held)
@@ -70,7 +70,7 @@ def test_a_misnamed_manifest_is_not_restored_from_any_tier(
     job_uid: JobUid, checkpoint: CheckpointId
 ) -> None:
     """The restore point has no digest here, as may be the case for a store's checkpoint."""
-    node = MemoryTier()
+    node = ScratchTier()
     node.write_shard(HEADER, BytesSource(PAYLOAD))
     node.put_manifest(job_uid, checkpoint, DOCUMENT)
     point = RestorePoint(
@@ -87,7 +87,7 @@ def test_a_misnamed_manifest_is_not_restored_from_any_tier(
 @pytest.mark.fault("A manifest belongs to another namespace")
 @pytest.mark.fault("Training code takes the store's keys, or reads objects of another job")
 def test_a_manifest_of_the_same_uid_in_another_namespace_is_not_restored() -> None:
-    node = MemoryTier()
+    node = ScratchTier()
     node.put_manifest(JOB.uid, SAVED, DOCUMENT)
     point = RestorePoint(SAVED.step, SAVED.round, job_uid=JOB.uid, job_namespace="another")
     assert tried(point, node).count("renamed or copied") == 3

@@ -8,7 +8,7 @@ import pytest
 from tests.sidecar.one_rank import HEADER, LAYOUT, MANIFEST, RECORD, rehydrator_of
 from tests.support.clock import ManualClock
 from tests.support.sidecar.rounds import accepted, round_message
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import (
     AccessDeniedError,
@@ -28,7 +28,7 @@ from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.restore.rehydrate import Restored
 
 
-class FullNode(MemoryTier):
+class FullNode(ScratchTier):
     def put_layout(self, document: bytes) -> Digest:
         raise CapacityError("no room for a layout")
 
@@ -52,7 +52,7 @@ class Asked:
         raise self.store
 
 
-def layout_of(asked: Asked, node: MemoryTier) -> bytes:
+def layout_of(asked: Asked, node: ScratchTier) -> bytes:
     count = len(asked.answers)
     state = accepted(round_message(1, workers=count + 1), worker=count)
 
@@ -94,12 +94,12 @@ def test_a_missing_layout_is_unavailable_while_a_place_may_have_it(
     expected: type[HoldfastError],
 ) -> None:
     with pytest.raises(HoldfastError, match="layout of rank 0 in the object store") as caught:
-        layout_of(Asked(*answers, store=store), MemoryTier())
+        layout_of(Asked(*answers, store=store), ScratchTier())
     assert type(caught.value) is expected
 
 
 def test_the_next_member_is_called_when_one_is_away() -> None:
-    node = MemoryTier()
+    node = ScratchTier()
     assert layout_of(Asked(AWAY, LAYOUT, store=AWAY), node) == LAYOUT
     assert node.get_layout(HEADER.layout) == LAYOUT
 

@@ -23,7 +23,7 @@ from tests.support.shards.builders import (
     BytesSource,
 )
 from tests.support.sidecar.rounds import accepted, round_message
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import (
     CorruptionError,
@@ -50,7 +50,7 @@ BAD = CorruptionError("CRC32C of chunk 3 does not match")
 class Store:
     """An object store that raises each of these errors in turn and then returns the shard."""
 
-    def __init__(self, node: MemoryTier, *errors: HoldfastError) -> None:
+    def __init__(self, node: ScratchTier, *errors: HoldfastError) -> None:
         self._node = node
         self._errors = list(errors)
         self.asked = 0
@@ -69,7 +69,7 @@ class World:
     """One sidecar whose node has the manifest but not the shard."""
 
     def __init__(self, *errors: HoldfastError) -> None:
-        self.node = MemoryTier()
+        self.node = ScratchTier()
         self.node.put_manifest(JOB.uid, MANIFEST.checkpoint, DOCUMENT)
         self.store = Store(self.node, *errors)
         self.clock = ManualClock()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.sidecar.reshard_world import ROWS, WANTED, World, payload_of
 from tests.support.shards.placements import Tensor, bytes_read, layout_of, plan
-from tests.support.tiers.faulty import Fault, FaultKind, Faults
+from tests.support.tiers.faulty import Fault, Faults
 
 from holdfast_core.errors import (
     AccessDeniedError,
@@ -100,7 +100,7 @@ def test_a_member_with_bad_bytes_is_notified_and_the_next_one_is_used(world: Wor
 
 def test_a_member_that_goes_in_the_middle_is_not_accused(world: World) -> None:
     world.put(world.members[Worker(4)], 0, 1, 2, 3)
-    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    world.faults[Worker(4)] = Faults([Fault("read")])
     world.upload(0, 1, 2, 3)
     assert world.fill() == (TierName.OBJECT, GOOD)
     assert world.reported_copies == []
@@ -111,7 +111,7 @@ def test_a_member_that_does_not_answer_is_asked_last_from_then_on(world: World) 
     """Otherwise each shard would wait for the member's time-out."""
     for worker in world.members:
         world.put(world.members[worker], 0, 1, 2, 3)
-    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    world.faults[Worker(4)] = Faults([Fault("read")])
     assert world.fill() == (TierName.PEER, GOOD)
     assert world.asked == [("worker 4", 1), ("worker 5", 1), ("worker 5", 2)]
 
@@ -158,9 +158,7 @@ def test_another_holder_serves_for_a_shard_that_is_nowhere(world: World) -> None
 def test_missing_bytes_are_named_and_the_slot_is_released(world: World) -> None:
     world.put(world.members[Worker(4)], 0, 1)
     world.spoil("member4", 1)
-    world.store_faults = Faults(
-        [Fault("size", FaultKind.ERR, error=CorruptionError("the store has other bytes"))]
-    )
+    world.store_faults = Faults([Fault("size", CorruptionError("the store has other bytes"))])
     with pytest.raises(NotFoundError) as caught:
         world.fill()
     text = str(caught.value)
@@ -174,7 +172,7 @@ def test_a_holder_that_is_busy_is_asked_again_for_the_rest(world: World) -> None
     """Ranks that start together request from the same few members. If they gave up, a new round would send
     the same requests again."""
     world.put(world.members[Worker(4)], 1, 2)
-    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR, first=2, times=2)])
+    world.faults[Worker(4)] = Faults([Fault("read", first=2, times=2)])
 
     def free(waits: int) -> None:
         if waits == 2:
@@ -190,7 +188,7 @@ def test_a_holder_that_is_busy_is_asked_again_for_the_rest(world: World) -> None
 
 
 def test_a_member_that_stays_away_is_reported_and_called_again(world: World) -> None:
-    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    world.faults[Worker(4)] = Faults([Fault("read")])
     world.put(world.members[Worker(4)], 0, 1, 2, 3)
     reported: list[int] = []
 
@@ -214,7 +212,7 @@ def test_a_member_that_stays_away_is_reported_and_called_again(world: World) -> 
 def test_a_place_that_refuses_now_is_asked_again(world: World, error: HoldfastError) -> None:
     """The shards may be there: a fill that gave up would let the job go back to an older step."""
     world.upload(0, 1, 2, 3)
-    world.store_faults = Faults([Fault("size", FaultKind.ERR, error=error)])
+    world.store_faults = Faults([Fault("size", error)])
 
     def allowed(waits: int) -> None:
         if waits == 2:
@@ -229,8 +227,8 @@ def test_bytes_that_no_place_has_are_not_waited_for(world: World) -> None:
     """The member that does not answer has none of these bytes."""
     world.put(world.members[Worker(4)], 0, 2)
     world.put(world.members[Worker(5)], 0, 2)
-    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
-    world.faults[Worker(5)] = Faults([Fault("read", FaultKind.ERR, times=1)])
+    world.faults[Worker(4)] = Faults([Fault("read")])
+    world.faults[Worker(5)] = Faults([Fault("read", times=1)])
     everything = layout_of({"w": Tensor("F32", (ROWS, 4))}, [4], 3)
     with pytest.raises(
         NotFoundError, match=r"(?s)rank 3: worker 4: .*expected it in the shard of rank 3"
@@ -334,7 +332,7 @@ def test_a_shard_whose_last_copy_does_not_answer_is_waited_for(world: World) -> 
     world.put(world.node, 1)
     world.spoil("node", 1)
     world.put(world.members[Worker(4)], 1)
-    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    world.faults[Worker(4)] = Faults([Fault("read")])
 
     def back(waits: int) -> None:
         if world.waits:

@@ -18,7 +18,7 @@ from tests.support.shards.builders import (
     rank_payload,
     shard_header,
 )
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import (
     HoldfastError,
@@ -61,7 +61,7 @@ class Pod:
 
     def __init__(self, root: Path) -> None:
         self.directory = root / "layouts"
-        self.node = MemoryTier()
+        self.node = ScratchTier()
         payloads = [rank_payload(rank=rank, world_size=2) for rank in range(2)]
         records = [
             self.node.write_shard(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.sidecar.reshard_world import NAMESPACE, WANTED, Gate, Turning, World, payload_of
 from tests.support.sidecar.rounds import accepted, round_message
-from tests.support.tiers.faulty import Fault, FaultKind, Faults
+from tests.support.tiers.faulty import Fault, Faults
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.digest import digest_of, hex_of
@@ -247,7 +247,7 @@ async def test_missing_bytes_of_a_stopped_fill_are_not_reported_for_the_next_rou
 
 
 def test_a_fill_that_waits_for_a_source_ends_with_its_round(pod: Pod) -> None:
-    pod.world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    pod.world.faults[Worker(4)] = Faults([Fault("read")])
 
     async def scenario() -> None:
         pools = Pools(disk=2, fetch=2, store=1)
@@ -268,7 +268,7 @@ def test_a_fill_that_waits_for_a_source_ends_with_its_round(pod: Pod) -> None:
 
 
 def test_bytes_that_arrived_late_are_no_failure_of_the_fill(pod: Pod) -> None:
-    pod.world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    pod.world.faults[Worker(4)] = Faults([Fault("read")])
 
     def back(waits: int) -> None:
         if pod.reported:

@@ -14,7 +14,7 @@ import pytest
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import (
@@ -45,7 +45,7 @@ SIZE = 1000
 class Owner:
     """Bulk port of the owners. A copy from OWNER waits until it may end."""
 
-    def __init__(self, node: MemoryTier) -> None:
+    def __init__(self, node: ScratchTier) -> None:
         self._node = node
         self.error: BaseException | None = None
         self.copies = 0
@@ -73,7 +73,7 @@ class Owner:
 
 class World:
     def __init__(self, call_seconds: float) -> None:
-        self.node = MemoryTier()
+        self.node = ScratchTier()
         self.owner = Owner(self.node)
         self.pools = Pools(disk=1, fetch=1, store=1)
         self.round = CurrentRound(accepted(round_message(ROUND, workers=3), worker=1))
@@ -102,7 +102,7 @@ async def world(call_seconds: float = 180.0) -> AsyncIterator[World]:
 
 
 def shard(step: int = 7) -> ShardRecord:
-    return MemoryTier().write_shard(shard_header(SIZE, step=step), BytesSource(payload(SIZE)))
+    return ScratchTier().write_shard(shard_header(SIZE, step=step), BytesSource(payload(SIZE)))
 
 
 async def test_requests_for_one_shard_wait_for_one_copy() -> None:

@@ -13,7 +13,7 @@ from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.coordinators import CoordinatorWorld
 from tests.support.sidecar.rounds import first_round
 from tests.support.sidecar.stagers import stager_of
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import CapacityError, UnavailableError
 from holdfast_core.ids import Level, Rank, RestartRound, Step, TierName, Worker
@@ -120,7 +120,7 @@ async def test_no_step_is_deleted_once_there_is_room(tmp_path: Path) -> None:
         await world.pruned(1, 2, 3)
 
 
-class FullOnce(MemoryTier):
+class FullOnce(ScratchTier):
     """A tier that has no room at first. After that, a write waits until the test lets it continue."""
 
     def __init__(self) -> None:

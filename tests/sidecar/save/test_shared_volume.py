@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.support.shards.builders import JOB_UID, rank_layout
 from tests.support.sidecar.contracts import contract_with
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import peer_dns_name
@@ -206,7 +206,7 @@ DIGEST: Digest = digest_of(DOCUMENT)
 @pytest.fixture
 def layouts(shared: Path) -> Iterator[RankLayouts]:
     pools = Pools(disk=1, fetch=1, store=1)
-    yield RankLayouts(shared / "layouts", MemoryTier(), pools)
+    yield RankLayouts(shared / "layouts", ScratchTier(), pools)
     pools.close()
 
 

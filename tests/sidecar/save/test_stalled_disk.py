@@ -12,7 +12,7 @@ from tests.support.sidecar.ranks import FakeRank
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.sidecar.stagers import stager_of
 from tests.support.sidecar.waiting import until
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.ids import JobUid
 from holdfast_core.save.staging import WriteOutcome
@@ -27,7 +27,7 @@ JOB = JobUid("5d4a")
 PAYLOAD = bytes(range(256)) * 16
 
 
-class HangingNode(MemoryTier):
+class HangingNode(ScratchTier):
     """A tier that reads half of a payload, and the rest when the test lets it continue."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ def test_an_error_of_the_call_is_raised() -> None:
         )
 
 
-class HangingReadBack(MemoryTier):
+class HangingReadBack(ScratchTier):
     """A tier that reads the whole payload and half of its file back, and the rest when `go_on` is set."""
 
     def __init__(self) -> None:
@@ -155,10 +155,10 @@ class HangingReadBack(MemoryTier):
         self.go_on = threading.Event()
 
     def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
-        record = super().write_shard(header, source)
+        source.read_into(0, memoryview(bytearray(header.payload_bytes)))
         source.verified(header.payload_bytes // 2)
         assert self.go_on.wait(120)
-        return record
+        return super().write_shard(header, source)
 
 
 @pytest.mark.fault("The full read-back of a first save is slow")

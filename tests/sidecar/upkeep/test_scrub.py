@@ -19,8 +19,8 @@ from tests.support.shards.builders import JOB, BytesSource
 from tests.support.shards.shard_files import flip_bit
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
-from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.faulty import Fault, Faults, Faulty
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import TierError, UnavailableError
@@ -49,7 +49,7 @@ class Peer:
     def __init__(self, node: DiskNodeTier) -> None:
         self.node = node
         self.is_away = False
-        self._memory = MemoryTier()
+        self._memory = ScratchTier()
         self._memory.write_shard(HEADER, BytesSource(PAYLOAD))
 
     def copy(self, member: Member, ref: ShardRef) -> Any:
@@ -182,7 +182,7 @@ async def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: P
 
 
 @pytest.mark.fault("The disk cannot read one shard or list (EIO) during a scrub")
-@pytest.mark.parametrize("operation", ["open_shard", "read", "list_manifests"])
+@pytest.mark.parametrize("operation", ["open_shard", "read_payload", "list_manifests"])
 async def test_an_unreadable_file_does_not_stop_the_scrub_of_the_others(
     tmp_path: Path, operation: str
 ) -> None:
@@ -192,11 +192,11 @@ async def test_an_unreadable_file_does_not_stop_the_scrub_of_the_others(
     other = replace(HEADER, step=Step(HEADER.step + 1))
     world.node.write_shard(other, BytesSource(PAYLOAD))
     error = TierError("reading shard /node/x: Input/output error")
-    faults = Faults([Fault(operation, FaultKind.ERR, times=1, error=error)])
+    faults = Faults([Fault(operation, error, times=1)])
     failures = Failures(lambda: None)
     scrubber = world.scrubber_of(
         Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.001),
-        node=FaultyNodeTier(world.node, faults),
+        node=Faulty(world.node, faults),
         failures=failures,
     )
     scrubber.start()
@@ -311,8 +311,8 @@ def test_an_unreadable_document_hides_no_other(tmp_path: Path) -> None:
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"no manifest")
     error = TierError("reading manifest /node/x: Input/output error")
-    faults = Faults([Fault("get_manifest", FaultKind.ERR, first=1, times=1, error=error)])
-    found = bad_documents(FaultyNodeTier(world.node, faults), lambda length: None)
+    faults = Faults([Fault("get_manifest", error, times=1)])
+    found = bad_documents(Faulty(world.node, faults), lambda length: None)
     assert next(found).manifest is not None
     with pytest.raises(TierError, match="Input/output error"):
         next(found)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tests.support.shards.builders import BytesSource, payload, shard_header
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.keys import node_key
@@ -56,7 +56,7 @@ class Pair:
     """A server with its tier, and the parameters of a caller."""
 
     handler: Handler
-    tier: MemoryTier
+    tier: ScratchTier
     server: BulkServer
     client: ssl.SSLContext
     port: int
@@ -84,7 +84,7 @@ class Pair:
 
 def started(
     certificates: tuple[TlsFiles, TlsFiles],
-    tier: MemoryTier,
+    tier: ScratchTier,
     limits: BulkLimits | None = None,
     handler: Handler | None = None,
 ) -> Iterator[Pair]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tests.support.peer.bulk_pair import OPTIONS, SERVER
 from tests.support.shards.builders import BytesSource, payload, shard_header
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.messages.schema import ReadObject, ReadReply
@@ -24,12 +24,12 @@ DATA = payload(SIZE)
 HEAD = head_bytes(shard_header(SIZE, chunk_bytes=CHUNK))
 
 
-def filled(tier: MemoryTier, *, step: int = 10) -> ShardRecord:
+def filled(tier: ScratchTier, *, step: int = 10) -> ShardRecord:
     header = shard_header(SIZE, chunk_bytes=CHUNK, step=step)
     return tier.write_shard(header, BytesSource(DATA))
 
 
-def trailer_of(tier: MemoryTier, record: ShardRecord) -> Trailer:
+def trailer_of(tier: ScratchTier, record: ShardRecord) -> Trailer:
     with tier.open_shard(record.ref) as reader:
         return Trailer(record, reader.table)
 

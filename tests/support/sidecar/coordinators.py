@@ -10,7 +10,7 @@ from tests.support.clock import ManualClock
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.ledgers import reported
 from tests.support.sidecar.rounds import first_round
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.ids import Step, Worker
 from holdfast_core.messages.schema import Ok, Policy, ReportedShard, WorkerReport
@@ -51,7 +51,7 @@ class CoordinatorWorld:
                 CurrentRound(first_round()),
             ),
             message if policy is None else replace(message, policy=policy),
-            Tiers(MemoryTier(), store, self.pools),
+            Tiers(ScratchTier(), store, self.pools),
             members,
             Failures(lambda: None),
         )
