@@ -9,6 +9,7 @@ import socket
 import ssl
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,8 @@ import pytest
 from tests.support.peer.bulk_pair import (
     CLIENT,
     SIZE,
-    Cutter,
     Pair,
+    Wire,
     bytes_of,
     filled,
     started,
@@ -100,15 +101,14 @@ def test_a_span_that_ends_before_it_begins_is_refused(pair: Pair) -> None:
 
 @pytest.mark.fault("A peer dies in the middle of a copy")
 @pytest.mark.parametrize("cuts", [[5 << 20], [3 << 20] * 2, [*[3 << 20] * 2, 3000]], ids=len)
-def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, cuts: list[int]) -> None:
+def test_a_broken_copy_goes_on_where_it_stopped(
+    pair: Pair, wires: Callable[..., Wire], cuts: list[int]
+) -> None:
     record = filled(pair.tier)
     target = Faulty(ScratchTier(), faults := Faults())
-    cutter = Cutter(pair.port, cuts)
-    try:
-        assert pair.copy(target, record.ref, cutter.port).record == record
-    finally:
-        cutter.close()
-    assert cutter.connections == len(cuts) + 1
+    wire = wires(cuts=cuts)
+    assert pair.copy(target, record.ref, wire.port).record == record
+    assert wire.connections == len(cuts) + 1
     assert faults.calls("begin_copy") == 1
     assert bytes_of(target, record) == payload(SIZE)
 
@@ -119,29 +119,27 @@ def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, cuts: list[int]) -> 
 @pytest.mark.parametrize(
     "cut", [0, 1, 100, 1500, 2500, 3500, 5000, 10_000, 4 << 20, 9 << 20, SIZE + 9000]
 )
-def test_a_connection_that_breaks_at_any_place_delays_the_copy_only(pair: Pair, cut: int) -> None:
+def test_a_connection_that_breaks_at_any_place_delays_the_copy_only(
+    pair: Pair, wires: Callable[..., Wire], cut: int
+) -> None:
     """The cuts are within the handshake, the requests, the replies, the trailer and the payload."""
     record = filled(pair.tier)
     target = ScratchTier()
-    cutter = Cutter(pair.port, [cut])
-    try:
-        pair.copy(target, record.ref, cutter.port)
-    finally:
-        cutter.close()
+    wire = wires(cuts=[cut])
+    pair.copy(target, record.ref, wire.port)
     assert bytes_of(target, record) == payload(SIZE)
 
 
 @pytest.mark.fault("A peer dies in the middle of a copy")
-def test_attempts_are_bounded_and_nothing_stays_behind(pair: Pair) -> None:
+def test_attempts_are_bounded_and_nothing_stays_behind(
+    pair: Pair, wires: Callable[..., Wire]
+) -> None:
     record = filled(pair.tier)
     target = ScratchTier(capacity_bytes=64 << 20)
-    cutter = Cutter(pair.port, [500_000] * 10)
-    try:
-        with pytest.raises(UnavailableError, match="all 3 attempts failed"):
-            pair.copy(target, record.ref, cutter.port)
-    finally:
-        cutter.close()
-    assert 3 <= cutter.connections <= 4, "the run that is read ahead may begin before the copy ends"
+    wire = wires(cuts=[500_000] * 10)
+    with pytest.raises(UnavailableError, match="all 3 attempts failed"):
+        pair.copy(target, record.ref, wire.port)
+    assert 3 <= wire.connections <= 4, "the run that is read ahead may begin before the copy ends"
     assert target.free_bytes() == 64 << 20
 
 
@@ -223,15 +221,14 @@ def test_a_file_that_was_cut_ends_the_connection(
                 list(shard.read([range(36)]))
 
 
-def test_errors_of_the_own_disk_are_not_retried(pair: Pair) -> None:
+def test_errors_of_the_own_disk_are_not_retried(pair: Pair, wires: Callable[..., Wire]) -> None:
     record = filled(pair.tier)
     full = CapacityError("volume is full")
     faults = Faults([Fault("write", full, first=2)])
-    cutter = Cutter(pair.port, [])
+    wire = wires()
     with pytest.raises(CapacityError, match="volume is full"):
-        pair.copy(Faulty(ScratchTier(), faults), record.ref, cutter.port)
-    cutter.close()
-    assert cutter.connections == 1
+        pair.copy(Faulty(ScratchTier(), faults), record.ref, wire.port)
+    assert wire.connections == 1
 
 
 def test_another_server_under_this_address_is_not_spoken_to(pair: Pair) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import pytest
-from tests.support.peer.bulk_pair import Pair, bytes_of, filled, started
+from tests.support.peer.bulk_pair import Meddle, Pair, Wire, bytes_of, filled, started
 from tests.support.shards.builders import payload
 from tests.support.tiers.faulty import Faults, Faulty
 from tests.support.tiers.scratch import ScratchTier
@@ -23,66 +21,6 @@ from holdfast_core.peer.protocol import receive_message, send_message
 
 SIZE = 9 << 20
 MIB = 1 << 20
-
-Meddle = Callable[[bytearray], bytearray]
-
-
-@dataclass
-class Wire:
-    """An attacker between caller and server: a relay that reads every byte, and can change those that the
-    server sends on the first connection."""
-
-    target: int
-    meddle: Meddle | None = None
-    cut_after: int | None = None
-    """Bytes of the first connection after which it breaks."""
-    seen: list[bytearray] = field(default_factory=list)
-    """All bytes of each connection, in both directions."""
-
-    def __post_init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection(("127.0.0.1", self.target))
-            number = len(self.seen)
-            self.seen.append(bytearray())
-            for source, sink, upwards in ((near, far, True), (far, near, False)):
-                threading.Thread(
-                    target=self._pump, args=(source, sink, upwards, number), daemon=True
-                ).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, upwards: bool, number: int) -> None:
-        held = bytearray()
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                self.seen[number] += data
-                cut = number == 0 and self.cut_after is not None
-                if cut and len(self.seen[0]) > (self.cut_after or 0):
-                    break
-                if number == 0 and self.meddle is not None and not upwards:
-                    held += data
-                    passed = self.meddle(held)
-                    sink.sendall(passed)
-                else:
-                    sink.sendall(data)
-        for sock in (source, sink):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
 
 SAME_CRC = sum(int(bit) << place for place, bit in enumerate(f"{0x11EDC6F41:033b}")).to_bytes(
     5, "little"
@@ -123,19 +61,6 @@ def pair(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[Pair]:
     for found in started(certificates, ScratchTier()):
         found.handler.plain = True
         yield found
-
-
-@pytest.fixture
-def wires(pair: Pair) -> Iterator[Callable[..., Wire]]:
-    made: list[Wire] = []
-
-    def wire(**fields: object) -> Wire:
-        made.append(Wire(pair.port, **fields))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield wire
-    for each in made:
-        each.close()
 
 
 @pytest.mark.parametrize("size", [4 * MIB, SIZE])
@@ -234,7 +159,7 @@ def test_a_refusal_in_the_clear_is_not_believed(pair: Pair, wires: Callable[...,
         at = passed.find(mark)
         return passed if at < 0 else passed[:at] + forged
 
-    wire = wires(meddle=meddle, cut_after=2 * MIB)
+    wire = wires(meddle=meddle, cuts=[2 * MIB])
     target = ScratchTier()
     pair.copy(target, record.ref, wire.port, plain=True)
     assert bytes_of(target, record) == payload(SIZE)
@@ -266,7 +191,7 @@ def test_a_request_in_the_clear_is_not_answered(pair: Pair) -> None:
 def test_a_broken_copy_goes_on_where_it_stopped(pair: Pair, wires: Callable[..., Wire]) -> None:
     record = filled(pair.tier)
     target = Faulty(ScratchTier(), faults := Faults())
-    wire = wires(cut_after=6 * MIB)
+    wire = wires(cuts=[6 * MIB])
     assert pair.copy(target, record.ref, wire.port, plain=True).record == record
     assert faults.calls("begin_copy") == 1
     assert len(wire.seen[1]) < SIZE - 3 * MIB

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from tests.support.peer.bulk_pair import CLIENT, Cutter, Pair, started
+from tests.support.peer.bulk_pair import CLIENT, Pair, Wire, started
 from tests.support.peer.hostile_peer import (
     CHUNK,
     CHUNKS,
@@ -53,15 +53,14 @@ def bytes_of(chunks: range) -> bytes:
     return DATA[chunks.start * CHUNK : chunks.stop * CHUNK]
 
 
-def test_many_runs_on_few_connections(pair: Pair) -> None:
+def test_many_runs_on_few_connections(pair: Pair, wires: Callable[..., Wire]) -> None:
     record = filled(pair.tier)
-    cutter = Cutter(pair.port, [])
-    with pair.open(record.ref, cutter.port) as shard:
+    wire = wires()
+    with pair.open(record.ref, wire.port) as shard:
         assert shard.trailer.record == record
         assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
         assert [bytes(view) for view in shard.read(RUNS[:1])] == [bytes_of(RUNS[0])]
-    cutter.close()
-    assert cutter.connections <= 2
+    assert wire.connections <= 2
     assert set(pair.handler.reads) == {(CLIENT, node_key(record.ref))}
     assert len(pair.handler.reads) > 1 + len(RUNS) + 1, "asked again before each piece"
 
@@ -76,34 +75,35 @@ def test_many_small_runs(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_ranges_come_outside_tls_where_both_sides_allow_it(pair: Pair, broken: bool) -> None:
+def test_ranges_come_outside_tls_where_both_sides_allow_it(
+    pair: Pair, wires: Callable[..., Wire], broken: bool
+) -> None:
     pair.handler.plain = True
     record = filled(pair.tier)
-    cutter = Cutter(pair.port, [1 << 20] if broken else [])
-    with pair.open(record.ref, cutter.port, plain=True) as shard:
+    wire = wires(cuts=[1 << 20] if broken else [])
+    with pair.open(record.ref, wire.port, plain=True) as shard:
         assert b"".join(bytes(view) for view in shard.read([range(CHUNKS)])) == DATA
         assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
-    cutter.close()
 
 
-def test_a_broken_connection_goes_on_with_the_run_that_was_cut(pair: Pair) -> None:
+def test_a_broken_connection_goes_on_with_the_run_that_was_cut(
+    pair: Pair, wires: Callable[..., Wire]
+) -> None:
     record = filled(pair.tier)
-    cutter = Cutter(pair.port, [1 << 20, 1 << 20])
-    with pair.open(record.ref, cutter.port) as shard:
+    wire = wires(cuts=[1 << 20, 1 << 20])
+    with pair.open(record.ref, wire.port) as shard:
         assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
-    cutter.close()
-    assert cutter.connections >= 2
+    assert wire.connections >= 2
 
 
-def test_a_peer_that_always_cuts_is_given_up(pair: Pair) -> None:
+def test_a_peer_that_always_cuts_is_given_up(pair: Pair, wires: Callable[..., Wire]) -> None:
     record = filled(pair.tier)
-    cutter = Cutter(pair.port, [300_000] * 100)
+    wire = wires(cuts=[300_000] * 100)
     with (
-        pair.open(record.ref, cutter.port) as shard,
+        pair.open(record.ref, wire.port) as shard,
         pytest.raises(UnavailableError, match="all 3 attempts failed"),
     ):
         list(shard.read([range(CHUNKS)]))
-    cutter.close()
 
 
 def test_a_reader_that_stops_in_the_middle_reads_again(pair: Pair) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.peer.bulk_pair import Cutter, Pair, bytes_of, write
+from tests.support.peer.bulk_pair import Pair, Wire, bytes_of, write
 from tests.support.shards.builders import payload
 from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.faulty import Fault, Faults, Faulty
@@ -84,17 +85,16 @@ def test_outside_tls_as_well(pair: Pair) -> None:
     assert bytes_of(target, record) == changed(data, 3 * MIB)
 
 
-def test_a_broken_copy_goes_on_with_what_is_still_missing(pair: Pair) -> None:
+def test_a_broken_copy_goes_on_with_what_is_still_missing(
+    pair: Pair, wires: Callable[..., Wire]
+) -> None:
     target, data = ScratchTier(), payload(SIZE)
     mine = changed(data, *range(0, 6 * MIB, CHUNK))  # 24 chunks differ, the receiver has the rest
     record = write(pair.tier, mine, rank=0)
     write(target, data, rank=1)
-    cutter = Cutter(pair.port, [5 * MIB])
-    try:
-        assert received(pair, record, target, cutter.port) <= 6 * MIB + OVERHEAD
-    finally:
-        cutter.close()
-    assert cutter.connections == 2
+    wire = wires(cuts=[5 * MIB])
+    assert received(pair, record, target, wire.port) <= 6 * MIB + OVERHEAD
+    assert wire.connections == 2
     assert bytes_of(target, record) == mine
 
 

@@ -1,4 +1,4 @@
-"""A real bulk server on loopback, its callers, and a relay that cuts their connections."""
+"""A real bulk server on loopback, its callers, and a relay between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.support.shards.builders import BytesSource, payload, shard_header
@@ -27,6 +27,7 @@ SERVER = "gpt-1-r0.uid.holdfast"
 CLIENT = "gpt-0-r0.uid.holdfast"
 ROUND = RestartRound(3)
 SIZE = 9 << 20
+Meddle = Callable[[bytearray], bytearray]
 OPTIONS = BulkOptions(connect_seconds=60, io_seconds=60, attempts=3)
 
 
@@ -113,17 +114,29 @@ def bytes_of(tier: NodeTier, record: ShardRecord) -> bytes:
         return b"".join(bytes(piece) for piece in reader.read_payload())
 
 
-class Cutter:
-    """A TCP relay that cuts the first connections after so many bytes from either side."""
+class Wire:
+    """A relay between a caller and the server. It records every byte and can break connections.
 
-    def __init__(self, port: int, cuts: list[int]) -> None:
+    Args:
+        port: Port of the server.
+        cuts: Bytes of both sides after which the first connections break.
+        meddle: Returns what the caller gets instead of the bytes that it empties, on the first connection.
+    """
+
+    def __init__(self, port: int, cuts: Sequence[int] = (), meddle: Meddle | None = None) -> None:
         self._target = port
         self._cuts = list(cuts)
+        self._meddle = meddle
+        self.seen: list[bytearray] = []
+        """All bytes of each connection, in both directions."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self.connections = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    @property
+    def connections(self) -> int:
+        return len(self.seen)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -137,19 +150,29 @@ class Cutter:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            self.connections += 1
             far = socket.create_connection(("127.0.0.1", self._target))
-            budget = [self._cuts.pop(0) if self._cuts else 1 << 60]
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(
-                    target=self._pump, args=(source, sink, budget), daemon=True
-                ).start()
+            seen, budget = bytearray(), [self._cuts.pop(0) if self._cuts else 1 << 60]
+            meddle = None if self.seen else self._meddle
+            self.seen.append(seen)
+            for way in ((near, far, None), (far, near, meddle)):
+                threading.Thread(target=self._pump, args=(*way, seen, budget), daemon=True).start()
 
     @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket, budget: list[int]) -> None:
+    def _pump(
+        source: socket.socket,
+        sink: socket.socket,
+        meddle: Meddle | None,
+        seen: bytearray,
+        budget: list[int],
+    ) -> None:
+        held = bytearray()
         with contextlib.suppress(OSError):
             while budget[0] > 0 and (data := source.recv(min(65536, budget[0]))):
                 budget[0] -= len(data)
+                seen += data
+                if meddle is not None:
+                    held += data
+                    data = bytes(meddle(held))
                 sink.sendall(data)
         for sock in (source, sink):
             with contextlib.suppress(OSError):
