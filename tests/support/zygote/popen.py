@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, AnyStr
 
@@ -31,6 +32,7 @@ class Popen(subprocess.Popen[AnyStr]):
         *arguments: Any,
         launcher: int | None = None,
         executed: bool = False,
+        preload: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """Start a process.
@@ -39,16 +41,18 @@ class Popen(subprocess.Popen[AnyStr]):
             arguments: Arguments of subprocess.Popen.
             launcher: Connection that the process, a launcher, uses to fork its fork server.
             executed: Whether the process is executed in any case.
+            preload: Further modules to import once. A zygote of their own has them.
             options: Arguments of subprocess.Popen.
         """
         self._executed = executed
         self._launcher: int | None = launcher
+        self._preload = tuple(preload)
         super().__init__(*arguments, **options)
 
     def _execute_child(self, *details: Any) -> None:
         how: dict[str, Any] = dict(zip(_DETAILS, details, strict=True))
-        start = None if self._executed else _start(how, self._launcher)
-        zygote = None if start is None else zygotes.of(start)
+        start = None if self._executed else _start(how, self._launcher, self._preload)
+        zygote = None if start is None else zygotes.of(start, self._preload)
         if start is None or zygote is None:
             super()._execute_child(*details)  # type: ignore[misc]
             return
@@ -130,7 +134,7 @@ def run(
     return done
 
 
-def _start(how: dict[str, Any], launcher: int | None) -> Start | None:
+def _start(how: dict[str, Any], launcher: int | None, further: Sequence[str]) -> Start | None:
     """Return the start for the zygote, or None if only an exec can do what is asked for."""
     arguments = program_arguments(how["args"])
     directory = os.path.abspath(how["cwd"] or os.getcwd())
@@ -148,7 +152,7 @@ def _start(how: dict[str, Any], launcher: int | None) -> Start | None:
         return None
     return Start(
         arguments,
-        preloads(arguments, directory),
+        (*further, *preloads(arguments, directory)),
         environment,
         directory,
         descriptors,
