@@ -19,7 +19,7 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/local-steps-protect",
         kind=Kind.CHANGED_CONSTANT,
-        file=f"{_COORDINATOR}retain.py",
+        file=f"{_COORDINATOR}plan.py",
         original="protecting_level=Level.REPLICATED if ledger.expects_copies else Level.LOCAL,",
         replacement="protecting_level=Level.LOCAL,",
         loses="The only replicated step is pruned, and the loss of one node costs all progress.",
@@ -28,7 +28,7 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/protected-steps-are-pruned",
         kind=Kind.MISSING_CHECK,
-        file=f"{_COORDINATOR}retain.py",
+        file=f"{_COORDINATOR}plan.py",
         original="{*plan.prune_steps, *abandoned} - protected_steps(message, committed)",
         replacement="{*plan.prune_steps, *abandoned}",
         loses="A step that the user has pinned, or the restore point, is deleted.",
@@ -37,7 +37,7 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/recent-steps-are-given-up",
         kind=Kind.COMPARISON,
-        file=f"{_COORDINATOR}retain.py",
+        file=f"{_COORDINATOR}plan.py",
         original="(pressed and step not in recent)",
         replacement="pressed",
         loses="A full node costs the step that a rank is copying now.",
@@ -199,7 +199,7 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/newest-step-in-slots-is-dropped",
         kind=Kind.COMPARISON,
-        file=f"{_COORDINATOR}choice.py",
+        file=f"{_COORDINATOR}plan.py",
         original="(step < replaced_below or",
         replacement="(step <= replaced_below or",
         loses="The newest step in shared memory is dropped before it is on any disk.",
@@ -208,7 +208,7 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/forgotten-steps-come-back",
         kind=Kind.CHANGED_CONSTANT,
-        file=f"{_COORDINATOR}forgotten.py",
+        file=f"{_COORDINATOR}ledger.py",
         original="self._below = max(self._below, oldest)",
         replacement="self._below = min(self._below, oldest)",
         loses="A repeated message brings a pruned step back, which can never be complete again.",
@@ -217,7 +217,7 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/manifest-of-another-round",
         kind=Kind.MISSING_CHECK,
-        file=f"{_COORDINATOR}documents.py",
+        file=f"{_COORDINATOR}plan.py",
         original="wanted = (contract.job_uid, message.round, message.step)",
         replacement="wanted = (contract.job_uid, manifest.restart_round, message.step)",
         loses="A late coordinator of an older round stores its manifests on the nodes.",

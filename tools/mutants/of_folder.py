@@ -163,7 +163,7 @@ OF_FOLDER = (
     Mutant(
         name="folder/round-that-was-reserved-meanwhile",
         kind=Kind.MISSING_CHECK,
-        file=f"{_FOLDER}rounds.py",
+        file=f"{_FOLDER}open_folder.py",
         original="        if max(reserved) > round_:\n            continue\n",
         replacement="",
         loses="Two runs save under the same round, and their shards are mixed.",
@@ -172,7 +172,7 @@ OF_FOLDER = (
     Mutant(
         name="folder/round-of-two-runs",
         kind=Kind.CHANGED_CONSTANT,
-        file=f"{_FOLDER}rounds.py",
+        file=f"{_FOLDER}open_folder.py",
         original="flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC",
         replacement="flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC",
         loses="Two runs that start at the same time get the same round.",

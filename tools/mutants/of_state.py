@@ -18,7 +18,7 @@ OF_STATE = (
     Mutant(
         name="state/third-piece-from-the-second",
         kind=Kind.OFF_BY_ONE,
-        file=f"{_STATE}copying.py",
+        file=f"{_STATE}snapshot.py",
         original="_copy_piece(piece, number * count, position)",
         replacement="_copy_piece(piece, min(number, 1) * count, position)",
         loses="A tensor above 64 MiB comes back with wrong elements.",
@@ -27,7 +27,7 @@ OF_STATE = (
     Mutant(
         name="state/move-of-elements",
         kind=Kind.CHANGED_CONSTANT,
-        file=f"{_STATE}copying.py",
+        file=f"{_STATE}snapshot.py",
         original="self._moves.append((place, place.data_ptr(), place.nbytes, position))",
         replacement="self._moves.append((place, place.data_ptr(), place.numel(), position))",
         loses="Three quarters of each float32 tensor above 128 KiB keep the values of an older save.",
@@ -36,7 +36,7 @@ OF_STATE = (
     Mutant(
         name="state/last-batch-is-not-copied",
         kind=Kind.COMPARISON,
-        file=f"{_STATE}copying.py",
+        file=f"{_STATE}snapshot.py",
         original="    if batched:\n        yield batched, batch.copy",
         replacement="    if batched > batch_bytes:\n        yield batched, batch.copy",
         loses="The last small tensors of a state are restored with the bytes of an older save.",
@@ -45,7 +45,7 @@ OF_STATE = (
     Mutant(
         name="state/values-of-a-view-from-memory",
         kind=Kind.COMPARISON,
-        file=f"{_STATE}copying.py",
+        file=f"{_STATE}snapshot.py",
         original="if source.is_neg() or source.is_conj():",
         replacement="if source.is_neg() and source.is_conj():",
         loses="A conjugate view of a tensor comes back with the wrong sign.",
@@ -74,7 +74,7 @@ OF_STATE = (
     Mutant(
         name="state/old-objects-stay-in-the-room",
         kind=Kind.MISSING_CHECK,
-        file=f"{_STATE}copying.py",
+        file=f"{_STATE}snapshot.py",
         original='target[place.start + len(text) : place.stop] = ord(" ")',
         replacement="",
         loses="A save whose objects became shorter cannot be read: the end of the old ones follows them.",
