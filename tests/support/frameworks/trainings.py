@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.launcher.forkserver import TORCH_MODULES
 from tests.support import zygote
 from tests.support.frameworks.output import KILL_AFTER, PROGRAM, RANKS, read_steps
 from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import committed_step, until
+
+from holdfast.launcher.forkserver import TORCH_MODULES
 
 
 @dataclass(frozen=True)
