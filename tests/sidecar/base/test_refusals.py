@@ -28,7 +28,6 @@ from holdfast_core.messages.schema import (
     DeadRank,
     FinishCommit,
     GangRequest,
-    KeepLayout,
     LevelReached,
     ManifestPut,
     Plan,
@@ -126,10 +125,6 @@ FOREIGN = {
     ),
     "saves": WorkerReport(NOW, Worker(0), saves=(RankSaves(Rank(9), Step(1)),)),
 }
-
-
-def keep_layout(round_: RestartRound = NOW) -> KeepLayout:
-    return KeepLayout(round_, Worker(0), DIGEST)
 
 
 def manifest(round_: RestartRound = NOW) -> ManifestPut:
@@ -287,10 +282,6 @@ CASES = [
         )
         for name, message in FOREIGN.items()
     ),
-    # messages between members
-    *fenced("keep layout", keep_layout, 2, MEMBER[0]),
-    Case("keep layout: from a stranger", PLAIN, STRANGER, keep_layout(), Refusal.NOT_MEMBER),
-    Case("keep layout: from the operator", PLAIN, OPERATOR, keep_layout(), Refusal.NOT_MEMBER),
     # save-now and stop
     *fenced("ask", ask, 1, OPERATOR),
     Case("ask: operator elsewhere", PLAIN, OPERATOR, ask(), Refusal.NOT_COORDINATOR),

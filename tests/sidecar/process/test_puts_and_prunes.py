@@ -69,7 +69,7 @@ class World:
             ),
         )
         no_peers: Any = None
-        self.manifests = ManifestRequests(pod, tiers, saves, no_peers, failures)
+        self.manifests = ManifestRequests(pod, tiers, saves, failures)
         notices = RankNotices(self.current, LocalConnections())
         self.copies = IncomingCopies(pod, tiers, no_peers)
         self.pruner = Pruner(pod, tiers, saves, self.copies, notices, failures)

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
-from tests.support.tiers.scratch import ScratchTier
+from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import (
@@ -27,10 +28,14 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.ids import JobUid, RestartRound, ShardRef, Worker
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import Digest, JobUid, RestartRound, ShardRef, TierName, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Member, Refusal
+from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.store.download.shard import Copied
+from holdfast_core.tiers.base import NodeTier
+from holdfast_sidecar.base.failures import PEER_FULL, reason_of
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import Caller
 from holdfast_sidecar.base.settings import Settings
@@ -40,18 +45,24 @@ from holdfast_sidecar.save.incoming import IncomingCopies
 ROUND = RestartRound(5)
 OWNER = Caller("gpt-0-r0")
 SIZE = 1000
+LAYOUT = b"a layout" * 1000
 
 
 class Owner:
     """Bulk port of the owners. A copy from OWNER waits until it may end."""
 
-    def __init__(self, node: ScratchTier) -> None:
+    def __init__(self, node: NodeTier) -> None:
         self._node = node
         self.error: BaseException | None = None
         self.copies = 0
+        self.layouts = 0
         self.started = threading.Semaphore(0)
         self.may_end = threading.Event()
         self.published: Callable[[], object] = lambda: None
+
+    async def layout(self, worker: Worker, digest: Digest) -> bytes:
+        self.layouts += 1
+        return LAYOUT
 
     def copy(
         self, member: Member, ref: ShardRef, *, background: bool, may_go_on: Callable[[], None]
@@ -72,27 +83,27 @@ class Owner:
 
 
 class World:
-    def __init__(self, call_seconds: float) -> None:
-        self.node = ScratchTier()
+    def __init__(self, call_seconds: float, node: NodeTier) -> None:
+        self.node = node
         self.owner = Owner(self.node)
         self.pools = Pools(disk=1, fetch=1, store=1)
         self.round = CurrentRound(accepted(round_message(ROUND, workers=3), worker=1))
         settings = Settings(contract_with(worker=Worker(1)), call_seconds=call_seconds)
-        bulk: Any = self.owner
+        members: Any = SimpleNamespace(bulk=self.owner, control=self.owner)
         self.copies = IncomingCopies(
-            Pod(settings, SystemClock(), self.round), Tiers(self.node, None, self.pools), bulk
+            Pod(settings, SystemClock(), self.round), Tiers(self.node, None, self.pools), members
         )
 
-    def take(self, ref: ShardRef) -> asyncio.Task[CopyReply]:
-        return asyncio.create_task(self.copies.take(OWNER, CopyRequest(ROUND, ref)))
+    def take(self, ref: ShardRef, layout: Digest | None = None) -> asyncio.Task[CopyReply]:
+        return asyncio.create_task(self.copies.take(OWNER, CopyRequest(ROUND, ref, layout)))
 
     async def until_started(self) -> None:
         assert await asyncio.to_thread(self.owner.started.acquire, timeout=60)
 
 
 @asynccontextmanager
-async def world(call_seconds: float = 180.0) -> AsyncIterator[World]:
-    made = World(call_seconds)
+async def world(call_seconds: float = 180.0, node: NodeTier | None = None) -> AsyncIterator[World]:
+    made = World(call_seconds, node or MemoryTier())
     try:
         yield made
     finally:
@@ -102,7 +113,31 @@ async def world(call_seconds: float = 180.0) -> AsyncIterator[World]:
 
 
 def shard(step: int = 7) -> ShardRecord:
-    return ScratchTier().write_shard(shard_header(SIZE, step=step), BytesSource(payload(SIZE)))
+    return MemoryTier().write_shard(shard_header(SIZE, step=step), BytesSource(payload(SIZE)))
+
+
+async def test_the_layout_is_durable_before_the_copy_and_requested_once() -> None:
+    async with world() as here:
+        here.owner.may_end.set()
+        layout = digest_of(LAYOUT)
+        assert await here.take(shard().ref, layout) == CopyReply(durable=True, received_bytes=77)
+        assert here.node.get_layout(layout) == LAYOUT
+        assert await here.take(shard().ref, layout) == CopyReply(durable=True)
+        assert (here.owner.layouts, here.owner.copies) == (1, 1)
+
+
+@pytest.mark.fault("A target of copies has no room for a layout")
+async def test_a_full_node_says_so(tmp_path: Path) -> None:
+    """The coordinator prunes more steps while a node reports that it, or a target of its copies, is full."""
+    node = DiskNodeTier(tmp_path, capacity_bytes=len(LAYOUT))
+    node.open()
+    async with world(node=node) as here:
+        here.owner.may_end.set()
+        with pytest.raises(RefusedError) as refused:
+            await here.take(shard().ref, digest_of(LAYOUT))
+        assert refused.value.code is Refusal.NO_SPACE
+        assert reason_of(TierName.PEER, refused.value) == PEER_FULL
+        assert here.owner.copies == 0
 
 
 async def test_requests_for_one_shard_wait_for_one_copy() -> None:

@@ -17,7 +17,6 @@ from holdfast_core.ids import (
     RestartRound,
     ShardRef,
     Step,
-    Worker,
 )
 from holdfast_core.messages.codec import Document, Many, Natural, Sparse, Text
 from holdfast_core.messages.common import (
@@ -39,6 +38,9 @@ class CopyRequest:
 
     round: RestartRound
     shard: ShardRef
+    layout: Digest | None = None
+    """The shard's layout, which is to be durable on the receiver before the copy. The receiver fetches it
+    with GET /v1/layout from the sender, unless it has it. None: the receiver has it, or it is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +104,6 @@ class ManifestPut:
     step: Step
     manifest: Document
     """Canonical JSON text."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeepLayout:
-    """POST /v1/layout, sidecar -> sidecar: store a layout, because copies that the sender puts name it.
-
-    The receiver fetches it with GET /v1/layout?digest=<64 hex> from the sender, unless it has it. The reply
-    Ok means that the layout is durable on the receiver's node tier.
-    """
-
-    round: RestartRound
-    worker: Worker
-    layout: Digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from holdfast_core.messages.common import (
 from holdfast_core.messages.gang import (
     CopyReply,
     CopyRequest,
-    KeepLayout,
     ManifestDocument,
     ManifestPut,
     ObjectRange,

@@ -79,11 +79,11 @@ class Sidecar:
         node_bytes = resources.disk.volume.budget.limit_bytes // contract.procs_per_worker
         local = Local(components, connections, notices, background, metrics, node_bytes)
         self._lifecycle = Lifecycle(pod, resources.disk, tiers, components, background, telemetry)
-        self._incoming = IncomingCopies(pod, tiers, members.bulk)
+        self._incoming = IncomingCopies(pod, tiers, members)
         self._pruner = Pruner(pod, tiers, saves, self._incoming, notices, telemetry.failures)
         self._verifier = Verifier(tiers, telemetry)
         receivers = Receivers(
-            ManifestRequests(pod, tiers, saves, peers, telemetry.failures),
+            ManifestRequests(pod, tiers, saves, telemetry.failures),
             self._incoming,
             self._pruner,
             self._verifier,

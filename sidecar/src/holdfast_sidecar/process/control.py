@@ -24,7 +24,6 @@ from holdfast_core.messages.schema import (
     FinishCommit,
     GangRequest,
     Inventory,
-    KeepLayout,
     ManifestDocument,
     ManifestPut,
     Ok,
@@ -60,7 +59,7 @@ from holdfast_sidecar.process.pruning import Pruner
 from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.upkeep.scrub import Verifier
-from holdfast_sidecar.wire.client import Peers, raise_refused
+from holdfast_sidecar.wire.client import raise_refused
 from holdfast_sidecar.wire.relaying import Relaying
 
 
@@ -93,21 +92,19 @@ class MetricsPage:
 
 
 class ManifestRequests:
-    """Handler of requests for manifests and layouts, of ManifestPut and of KeepLayout."""
+    """Handler of requests for manifests and layouts, and of ManifestPut."""
 
     def __init__(
         self,
         pod: Pod,
         tiers: Tiers,
         saves: SaveComponents,
-        peers: Peers,
         failures: Failures,
     ) -> None:
         self._pod = pod
         self._node = tiers.node
         self._pools = tiers.pools
         self._saves = saves
-        self._peers = peers
         self._failures = failures
 
     async def get(self, job_uid: JobUid | None, checkpoint: CheckpointId) -> ManifestDocument:
@@ -131,22 +128,6 @@ class ManifestRequests:
     async def layout(self, digest: Digest) -> bytes:
         """Return a layout from the node tier. Raises NotFoundError, CorruptionError."""
         return await self._pools.read.run(self._node.get_layout, digest)
-
-    async def keep_layout(self, message: KeepLayout) -> Ok:
-        """Store a layout that the sender has, unless it is on this node.
-
-        Raises:
-            NotFoundError: The sender does not have it.
-            CorruptionError: The sender has sent another one.
-            RefusedError: NO_SPACE: this node has no room for it, nor for the copies.
-        """
-        if not await self._pools.meta.run(self._node.keep_layout, message.layout):
-            document = await self._peers.layout(message.worker, message.layout)
-            try:
-                await self._pools.meta.run(self._node.put_layout, document)
-            except CapacityError as error:
-                raise RefusedError(Refusal.NO_SPACE, str(error)) from error
-        return Ok(message.round)
 
     async def put(self, message: ManifestPut) -> Ok:
         """Write a manifest, durably, to the node tier.
@@ -293,8 +274,6 @@ class Control:
                 return await receivers.manifests.put(message)
             case CopyRequest():
                 return await receivers.copies.take(caller, message)
-            case KeepLayout():
-                return await receivers.manifests.keep_layout(message)
             case Plan():
                 receivers.pruner.take(message)
             case Suspect():

@@ -23,8 +23,6 @@ from holdfast_core.messages.codec import MAX_REPORTED
 from holdfast_core.messages.schema import (
     CopyReply,
     CopyRequest,
-    KeepLayout,
-    Ok,
     PersistRequest,
     Refusal,
     RefusedShard,
@@ -388,29 +386,26 @@ class Flow:
         member = None if target is None else state.member(target)
         if target is None or member is None:
             raise UnavailableError(f"worker {target} is not a member of round {state.round}")
-        await self._keep_layout(shard, target)
+        request = CopyRequest(state.round, shard.ref, await self._layout_to_keep(shard, target))
         started = self._pod.clock.monotonic()
-        sent = await self._copied(target, CopyRequest(state.round, shard.ref))
+        sent = await self._copied(target, request)
         self._metrics.sent(TierName.PEER, sent)
         self._metrics.stored(
             TierName.PEER, shard.info.payload_bytes, self._pod.clock.monotonic() - started
         )
+        if request.layout is not None:
+            self._layouts_at[target, request.layout] = started
         self._update(shard, copied=target)
 
-    async def _keep_layout(self, shard: OwnShard, target: Worker) -> None:
-        """Have the target keep the shard's layout, at times for all shards that name it.
+    async def _layout_to_keep(self, shard: OwnShard, target: Worker) -> Digest | None:
+        """Return the shard's layout if the target is to keep it now, which it is asked for at times.
 
-        Ranks of another number or with other placements can then read the copy, too. The target deletes a
-        layout that none of its shards has named for long.
+        The target deletes a layout that none of its shards has named for long.
         """
         asked, now = self._layouts_at.get((target, shard.layout)), self._pod.clock.monotonic()
         if asked is not None and now - asked < _KEEP_LAYOUT_SECONDS:
-            return
-        if await self._layout(shard) is None:
-            return
-        message = KeepLayout(self._current().round, self._pod.state.worker, shard.layout)
-        await self._members.control.call(target, message, Ok)
-        self._layouts_at[target, shard.layout] = now
+            return None
+        return None if await self._layout(shard) is None else shard.layout
 
     async def _layout(self, shard: OwnShard) -> bytes | None:
         """Return the shard's layout. None if it is lost.

@@ -15,14 +15,14 @@ from holdfast_core.errors import (
     TierError,
     UnavailableError,
 )
-from holdfast_core.ids import ShardRef, Step, Worker, worker_of
+from holdfast_core.ids import Digest, ShardRef, Step, Worker, worker_of
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Refusal
 from holdfast_core.shards.file import Trailer
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import Caller, RoundState, fence
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.wire.bulk import BulkPeers
+from holdfast_sidecar.wire.bulk import BulkPeers, Members
 from holdfast_sidecar.wire.client import raise_refused
 
 _TABLES_SECONDS = 60.0
@@ -70,10 +70,10 @@ class OtherTables:
 class IncomingCopies:
     """The copies that this worker makes. All methods run on the event loop."""
 
-    def __init__(self, pod: Pod, tiers: Tiers, bulk: BulkPeers) -> None:
+    def __init__(self, pod: Pod, tiers: Tiers, members: Members) -> None:
         self._pod = pod
         self._tiers = tiers
-        self._bulk = bulk
+        self._members = members
         self._reply_seconds = pod.settings.call_seconds / 3
         """Longest wait for the end of a copy before its request is answered."""
         self._running: dict[ShardRef, asyncio.Task[int]] = {}
@@ -104,7 +104,7 @@ class IncomingCopies:
                 f"a copy of a shard of job {ref.job_uid}: this is a sidecar of job "
                 f"{self._pod.contract.job_uid}",
             )
-        if ref not in self._running and await self._holds(ref):
+        if ref not in self._running and request.layout is None and await self._holds(ref):
             return CopyReply(durable=True)
         if ref not in self._running:
             task = asyncio.create_task(self._copy(caller, request), name=f"copy of {ref}")
@@ -134,8 +134,12 @@ class IncomingCopies:
         member = self._pod.state.member_of_pod(caller.pod)
         if member is None:
             raise UnavailableError(f"{caller.pod} is not a member of round {self._pod.state.round}")
+        if request.layout is not None:
+            await self._keep_layout(member.worker, request.layout)
+            if await self._holds(request.shard):
+                return 0
         copied = await self._tiers.pools.copy.run(
-            self._bulk.copy,
+            self._members.bulk.copy,
             member,
             request.shard,
             background=True,
@@ -145,6 +149,21 @@ class IncomingCopies:
             await self._tiers.pools.shard.run(self._tiers.node.delete_shard, request.shard)
             raise _was_pruned(request.shard)
         return copied.received_bytes
+
+    async def _keep_layout(self, worker: Worker, digest: Digest) -> None:
+        """Store a layout that this worker has, unless it is on this node.
+
+        Ranks of another number or with other placements can then read the copy, too.
+
+        Raises:
+            NotFoundError: The worker does not have it.
+            CorruptionError: The worker has sent another one.
+            CapacityError: This node has no room for it, nor for the copy.
+        """
+        node, meta = self._tiers.node, self._tiers.pools.meta
+        if not await meta.run(node.keep_layout, digest):
+            document = await self._members.control.layout(worker, digest)
+            await meta.run(node.put_layout, document)
 
     def _expect_round(self, request: CopyRequest) -> None:
         """Count a piece of the copy. Called in its thread.
