@@ -128,8 +128,7 @@ class PlayedMember:
         files = TlsFiles.in_directory(gang.certificates(self.pod))
         self.server = server_context(files)
         self._client = Client(client_context(files), address_of(worker))
-        self._instance = f"{self.pod}-instance"
-        self._order = 0
+        self._has_plan = False
         self._table: dict[Step, ReportedShard] = {}
         self._known: set[ReportedShard] = set()
         """The shards that the coordinator has received."""
@@ -183,7 +182,6 @@ class PlayedMember:
 
     async def report(self, step: Step | None) -> None:
         saved = None if step is None else RankSaves(self.rank, step)
-        self._order += 1
         report = WorkerReport(
             round=self._now.round,
             worker=self.worker,
@@ -193,8 +191,7 @@ class PlayedMember:
             saves=() if saved is None else (saved,),
             shards=tuple(s for s in self._table.values() if s not in self._known),
             has_all_shards=not self._known,
-            order=self._order,
-            instance=self._instance,
+            has_plan=self._has_plan,
         )
         sent = set(self._table.values())
         if (await self.send(report, Ok)).wants_shards:
@@ -207,6 +204,7 @@ class PlayedMember:
         """Forget the table of the round before, as a sidecar does when it is sealed."""
         self._table.clear()
         self._known.clear()
+        self._has_plan = False
 
     async def commit(self, step: Step) -> None:
         """Prepare a step, and wait until the coordinator has sent its level REPLICATED."""
@@ -246,6 +244,7 @@ class PlayedMember:
         return dumps(Ok(self._now.round))
 
     def _take(self, plan: Plan) -> None:
+        self._has_plan = True
         # A step may be replicated before its level LOCAL was sent here. Then that is not sent any more.
         for found in plan.levels:
             for level in {found.level, Level.LOCAL}:

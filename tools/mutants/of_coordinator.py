@@ -92,11 +92,12 @@ OF_COORDINATOR = (
         name="coordinator/restarted-sidecar-has-the-plan",
         kind=Kind.MISSING_CHECK,
         file=f"{_COORDINATOR}outbox.py",
-        original="""        self._acknowledged[worker] = _Acknowledged(self._nothing)
-        self._wakes[worker].set()""",
-        replacement="""        drop = self._plan(worker).drop
-        self._acknowledged[worker] = _Acknowledged(replace(self._nothing, drop=drop))
-        self._wakes[worker].set()""",
+        original="""            self._acknowledged[worker] = _Acknowledged(self._nothing)
+            self._wakes[worker].set()""",
+        replacement="""            drop = self._plan(worker).drop
+            kept = Plan(self._ledger.round, drop=drop)
+            self._acknowledged[worker] = _Acknowledged(kept)
+            self._wakes[worker].set()""",
         loses="A sidecar that restarts keeps pruned shards, until its node has no room.",
         tests=_OUTBOX,
     ),

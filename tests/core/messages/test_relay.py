@@ -29,9 +29,11 @@ def test_answers_survive(sent: tuple[Answer, ...]) -> None:
 
 
 def test_other_messages_are_json() -> None:
-    assert decode(Ok, encode(Ok(RestartRound(3), 4))) == Ok(RestartRound(3), 4)
-    assert encode(Ok(RestartRound(3), 4, stacks_token="a")) == (
-        b'{"round":3,"order":4,"stacks_token":"a"}'
+    assert decode(Ok, encode(Ok(RestartRound(3), wants_shards=True))) == Ok(
+        RestartRound(3), wants_shards=True
+    )
+    assert encode(Ok(RestartRound(3), wants_shards=True, stacks_token="a")) == (
+        b'{"round":3,"wants_shards":true,"stacks_token":"a"}'
     )
 
 

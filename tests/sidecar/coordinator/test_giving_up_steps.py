@@ -140,10 +140,8 @@ def test_the_memory_of_deleted_steps_is_bounded() -> None:
     assert all(gone.has(Step(s), ()) for s in range(last))
     assert not gone.has(Step(7), [Step(7)]), "a held step may be as old as any"
     assert not gone.has(Step(last), ())
-    assert gone.is_pruned(Step(last - 1))
-    assert not gone.is_pruned(Step(7)), "why it is gone is not known any more: nothing is deleted"
-    remembered = [s for s in range(last) if gone.is_pruned(Step(s))]
-    assert len(remembered) == MAX_FORGOTTEN
+    assert Step(7) not in gone.pruned, "why it is gone is not known any more: nothing is deleted"
+    assert gone.pruned == tuple(range(last - MAX_FORGOTTEN, last))
 
 
 def test_a_step_that_a_member_lost_is_gone_and_not_deleted_elsewhere() -> None:
@@ -153,7 +151,7 @@ def test_a_step_that_a_member_lost_is_gone_and_not_deleted_elsewhere() -> None:
     ledger.forget((Step(10),), pruned=False)
     ledger.forget((Step(20),))
     assert [ledger.is_forgotten(Step(s)) for s in (10, 20)] == [True, True]
-    assert [ledger.is_pruned(Step(s)) for s in (10, 20)] == [False, True]
+    assert ledger.dropped == (20,)
 
 
 def test_a_step_on_its_way_to_the_store_is_not_pruned_on_the_nodes() -> None:

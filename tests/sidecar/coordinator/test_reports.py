@@ -13,7 +13,16 @@ from tests.support.sidecar.waiting import until
 
 from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import DeadRank, Ok, Policy, RankSaves, Refusal, ReportedShard
+from holdfast_core.messages.schema import (
+    DeadRank,
+    LevelReached,
+    Ok,
+    Plan,
+    Policy,
+    RankSaves,
+    Refusal,
+    ReportedShard,
+)
 
 ROUND = RestartRound(0)
 POLICY = Policy(interval_steps=1, keep_last=2)
@@ -24,10 +33,17 @@ class Members:
 
     def __init__(self) -> None:
         self.listed = asyncio.Event()
+        self.plans: list[tuple[Worker, Plan]] = []
 
     async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
         await asyncio.sleep(0)
+        if isinstance(message, Plan):
+            self.plans.append((worker, message))
         return Ok(ROUND)
+
+    @property
+    def dropped(self) -> set[Step]:
+        return {step for _, plan in self.plans for step in plan.drop}
 
     async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> Any:
         if path != "/v1/inventory":
@@ -45,21 +61,32 @@ async def test_a_late_report_takes_nothing_back(tmp_path: Path) -> None:
     async with CoordinatorWorld(tmp_path, Members(), POLICY) as world:
         world.coordinator.start()
         death = DeadRank(Rank(1), Worker(1), 9)
-        world.tell(1, order=5, dead=(death,), shards=(world.shard(1, 1),))
-        late = world.tell(1, order=4, dead=(), shards=())
-        assert late == Ok(ROUND, order=5)
+        world.tell(1, dead=(death,), shards=(world.shard(1, 1, replicated=True),))
+        world.tell(1, dead=(), shards=(world.shard(1, 1),))
+        world.tell(1, dead=(death,), shards=())
         assert (await world.coordinator.state(0, 0.0, 0.0, acknowledges=False)).dead == (death,)
-        world.tell(0, shards=(world.shard(0, 1),))
+        world.tell(0, shards=(world.shard(0, 1, replicated=True),))
+        await is_local(world, 1)
+        await until(lambda: world.coordinator.levels()[Level.REPLICATED] == 1, "it is replicated")
+
+
+async def test_a_process_without_a_plan_is_sent_the_whole_plan(tmp_path: Path) -> None:
+    members = Members()
+    async with CoordinatorWorld(tmp_path, members, POLICY) as world:
+        world.coordinator.start()
+        world.hold(1)
         await is_local(world, 1)
 
+        def levels() -> list[LevelReached]:
+            return [r for worker, plan in members.plans if worker == 1 for r in plan.levels]
 
-@pytest.mark.fault("A sidecar restarts, and its first report has a lower number than its last one")
-async def test_the_reply_names_the_number_from_which_a_new_process_goes_on(tmp_path: Path) -> None:
-    async with CoordinatorWorld(tmp_path, Members(), POLICY) as world:
-        world.coordinator.start()
-        world.tell(1, order=57, instance="a")
-        assert world.tell(1, order=1, instance="b").order == 57
-        assert world.tell(1, order=58, instance="b").order == 58
+        await until(lambda: len(levels()) == 1, "the level is sent")
+        world.tell(1, has_plan=True)
+        world.tell(0, has_plan=False)
+        await until(
+            lambda: len([w for w, p in members.plans if w == 0]) > 1, "worker 0 has it twice"
+        )
+        assert len(levels()) == 1
 
 
 @pytest.mark.fault("The coordinator restarts, and reports lack the shards that the last one had")
@@ -81,7 +108,6 @@ async def test_a_new_coordinator_wants_all_shards_and_needs_one_round_of_reports
         await is_local(world, 1)
         await until(lambda: world.coordinator.levels()[Level.REPLICATED] == 1, "it is replicated")
         assert not world.tell(1, shards=(), has_all_shards=False).wants_shards
-        assert world.tell(1, instance="another process").wants_shards
 
 
 async def test_a_refused_shard_keeps_nothing_else_of_the_report_back(tmp_path: Path) -> None:
@@ -97,8 +123,9 @@ async def test_a_refused_shard_keeps_nothing_else_of_the_report_back(tmp_path: P
         await is_local(world, 2)
 
 
-async def test_a_report_of_a_pruned_step_is_answered_with_its_deletion(tmp_path: Path) -> None:
-    async with CoordinatorWorld(tmp_path, Members(), POLICY) as world:
+async def test_a_report_of_a_pruned_step_does_not_bring_it_back(tmp_path: Path) -> None:
+    members = Members()
+    async with CoordinatorWorld(tmp_path, members, POLICY) as world:
         world.coordinator.start()
         for step in (1, 2, 3):
             world.hold(step, replicated=True)
@@ -106,8 +133,10 @@ async def test_a_report_of_a_pruned_step_is_answered_with_its_deletion(tmp_path:
                 lambda step=step: world.coordinator.levels()[Level.REPLICATED] == step,
                 f"step {step} is replicated",
             )
-        assert [reply.pruned for reply in world.hold(1)] == [(1,), (1,)]
-        assert [reply.pruned for reply in world.hold(3)] == [(), ()]
+        await until(lambda: members.dropped == {1}, "the plan drops step 1")
+        world.hold(1)
+        state = await world.coordinator.state(0, 0.0, 0.0, acknowledges=False)
+        assert [found.step for found in state.steps] == [2, 3]
 
 
 @pytest.mark.fault("The coordinator restarts while a node has lost its shard of a committed step")
@@ -119,11 +148,12 @@ async def test_no_step_is_given_up_before_the_own_manifests_are_read(tmp_path: P
         world.hold(1, ranks=(0,))
         newest = (RankSaves(Rank(1), Step(2), (Step(2),)),)
         world.tell(1, saves=newest)
-        assert world.hold(1, ranks=(0,))[0].pruned == ()
+        world.hold(1, ranks=(0,))
+        assert members.dropped == set()
         members.listed.set()
 
         def given_up() -> bool:
             world.tell(1, saves=newest)
-            return world.hold(1, ranks=(0,))[0].pruned == (1,)
+            return members.dropped == {1}
 
         await until(given_up, "there is no manifest of step 1: it is given up")

@@ -19,6 +19,7 @@ from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.messages.schema import ManifestPut, Ok, Plan
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.save.staging import Room
+from holdfast_core.tasks import Signal
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
@@ -40,12 +41,20 @@ class PlayedStager:
 
     def __init__(self) -> None:
         self.slot_writes = SimpleNamespace(room=Room())
+        self.changed = Signal[[]]()
+        self.waits: tuple[Step, ...] = ()
+        self.forgotten: list[frozenset[Step]] = []
+
+    def waiting(self, rank: Rank) -> tuple[Step, ...]:
+        return self.waits
 
     def choose(self, step: Step | None) -> None:
         return
 
     def forget(self, steps: frozenset[Step]) -> None:
-        return
+        self.waits = tuple(step for step in self.waits if step not in steps)
+        self.forgotten.append(steps)
+        self.changed()
 
 
 class World:
@@ -66,6 +75,7 @@ class World:
             flow=SimpleNamespace(
                 committed=lambda step, round_: self.copied.append((step, round_)),
                 forget=lambda steps: None,
+                dropped=frozenset({Step(5)}),
             ),
         )
         no_peers: Any = None
@@ -101,6 +111,16 @@ async def test_copies_begin_when_the_manifest_is_there(world: World) -> None:
     world.node.write_shard(HEADER, BytesSource(DATA))
     assert await world.put() == Ok(HEADER.round)
     assert world.copied == [CHECKPOINT]
+    await world.close()
+
+
+@pytest.mark.fault("A rank goes back and saves a step again that was dropped")
+async def test_a_dropped_step_that_is_saved_again_does_not_keep_its_slot(world: World) -> None:
+    world.stager.waits = (Step(5), Step(6))
+    world.stager.changed()
+    await asyncio.sleep(0)
+    assert world.stager.forgotten == [{5}]
+    assert world.stager.waits == (6,)
     await world.close()
 
 

@@ -44,7 +44,7 @@ async def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
         (pack,) = sent = flow.table
         assert pack.references == (BASE,)
         flow.request_upload(replace(request, whole=True))
-        flow.reported(sent, (), None)
+        flow.reported(sent, None)
         await world.until_idle()
         (whole,) = flow.table
         assert whole.uploaded

@@ -53,7 +53,7 @@ class Group:
         if 0 in self.away:
             raise UnavailableError("worker 0 is away")
         self.received.append((worker, path, body))
-        return Answer(200, encode(Ok(ROUND, 7)))
+        return Answer(200, encode(Ok(ROUND, stacks_token="7")))
 
 
 def relaying(worker: int, group: Group) -> Relaying:
@@ -125,7 +125,7 @@ async def test_a_letter_that_is_no_message_is_refused_alone() -> None:
 async def test_a_relay_passes_the_coordinators_reply_on() -> None:
     group = Group()
     reply = await relaying(2, group).to_coordinator("/v1/report", report(3))
-    assert reply == Ok(ROUND, 7)
+    assert reply == Ok(ROUND, stacks_token="7")
     assert group.received == [(3, "/v1/report", encode(report(3)))]
 
 

@@ -40,8 +40,6 @@ MAX_METRIC_NAME = 128
 
 MAX_REPORTED = 2048
 """Largest number of shards that the report of a worker lists. At most a kilobyte each, they fit into it."""
-MAX_PRUNED = 1024
-"""Largest number of pruned steps that the reply to a report names. The next replies name the others."""
 
 Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ExitCode = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]

@@ -140,7 +140,7 @@ class Plan(Sparse):
     upload: PersistRequest | None = None
     drop: Many[Step] = ()
     """Steps, of any round, that may be deleted from the node tier, copies for peers included. Their slots are
-    freed."""
+    freed, also those of saves that come later."""
     released: bool = False
     """The sidecar may answer `Finish`."""
 

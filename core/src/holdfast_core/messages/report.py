@@ -7,7 +7,7 @@ therefore not quoted again as a JSON text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
 
 from msgspec import Meta
@@ -24,7 +24,6 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.codec import (
-    MAX_PRUNED,
     MAX_REPORTED,
     Clipped,
     ClippedText,
@@ -179,11 +178,9 @@ class WorkerReport(Clipped, Sparse):
     """The shards of the worker's ranks. If there are too many, the oldest are missing."""
     has_all_shards: bool = True
     """If not, `shards` lacks those that this coordinator has received as they are. See `Ok.wants_shards`."""
-    order: Natural = field(default=0, compare=False)
-    """Number of the report, which grows with each report of a worker. The coordinator ignores a report with a
-    lower number than it has received, because a newer report has overtaken it. See `Ok.order`."""
-    instance: Text = ""
-    """Identifies the sender's process. When it changes, the coordinator sends all of its messages again."""
+    has_plan: bool = False
+    """Whether this process has received a plan or a request of this coordinator. If not, what the coordinator
+    has sent to an earlier process is lost, and it sends everything again."""
     interval: Interval | None = None
     """The interval between saves as rank 0 has reported it, if it is given as a time and rank 0 is here."""
     stacks_token: Text = ""
@@ -220,16 +217,9 @@ class WorkerReport(Clipped, Sparse):
 @dataclass(frozen=True, slots=True)
 class Ok(Sparse):
     round: RestartRound
-    order: Natural = 0
-    """In the reply to WorkerReport: the highest `order` of a report of this worker that the coordinator has.
-    If it is higher than that of the report, as after a restart of the sidecar, the report was ignored. The
-    sidecar then sends the next one with a higher number."""
     wants_shards: bool = False
     """In the reply to WorkerReport: the report lacks shards, and the coordinator has never received all of
-    them from this process. The next report has all."""
-    pruned: Annotated[tuple[Step, ...], Meta(max_length=MAX_PRUNED)] = ()
-    """In the reply to WorkerReport: steps that it lists, but that the coordinator has given up or pruned. The
-    receiver deletes their shards."""
+    them from this worker. The next report has all."""
     refused: RefusedShard | None = None
     """In the reply to WorkerReport: the first of its shards that the coordinator does not accept. It accepts
     the others."""

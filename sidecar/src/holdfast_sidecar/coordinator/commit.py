@@ -35,7 +35,6 @@ from holdfast_core.ids import (
     Worker,
     ranks_of,
 )
-from holdfast_core.messages.codec import MAX_PRUNED
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Failure,
@@ -142,8 +141,8 @@ class Coordinator:
         self._versioned = Versioned()
         self._building = set[Step]()
         """Steps whose manifest is being built in a thread."""
-        self._has_all: dict[Worker, str] = {}
-        """The process of each worker that has sent all of its shards."""
+        self._has_all = set[Worker]()
+        """The workers that have sent all of their shards."""
         self._reads_own = False
         """Whether the manifests of this round on this node are being read. No step is given up before: a
         committed one of which a node has lost its shard looks like one that was never complete."""
@@ -239,24 +238,21 @@ class Coordinator:
     # ------------------------------------------------------------------ messages of members
 
     def report(self, message: WorkerReport) -> Ok:
-        """Take over a worker's state. Return which of its shards are to be deleted or are not accepted."""
+        """Take over a worker's state. Return which of its shards is not accepted."""
         before = self._gathered.reports.get(message.worker)
-        if before is not None:
-            if message.order < before.order:
-                return Ok(message.round, before.order)
-            if before.instance != message.instance:
-                self._outbox.repeat(message.worker)
+        if not message.has_plan:
+            self._outbox.repeat(message.worker)
         if message.has_all_shards:
-            self._has_all[message.worker] = message.instance
-        wants_shards = self._has_all.get(message.worker) != message.instance
+            self._has_all.add(message.worker)
+        wants_shards = message.worker not in self._has_all
         if wants_shards:
             message = replace(
                 message, saves=()
             )  # they mean something together with all shards only
         urgent = self._gathered.receive(message, self._clock.monotonic())
-        pruned, refused = self._take_shards(message)
+        refused = self._take_shards(message)
         if before is None or before.saves != message.saves:
-            self._slots_changed(message)
+            self._weigh_soon()
         self._alarm.look(self._message.policy)
         pressed = self._gathered.pressed
         if pressed:
@@ -269,24 +265,16 @@ class Coordinator:
             self._versioned.bump(urgent=urgent)
         else:
             self._versioned.tick()
-        return Ok(
-            message.round,
-            message.order,
-            wants_shards,
-            pruned,
-            refused,
-            self._hangs.token,
-            self._waits_for_store,
-        )
+        return Ok(message.round, wants_shards, refused, self._hangs.token, self._waits_for_store)
 
-    def _take_shards(self, message: WorkerReport) -> tuple[tuple[Step, ...], RefusedShard | None]:
+    def _take_shards(self, message: WorkerReport) -> RefusedShard | None:
         """Record the shards of a report, then act on the steps of which something is new.
 
         Returns:
-            The steps whose shards are to be deleted, and the first shard that is not accepted.
+            The first shard that is not accepted.
         """
         base = self._message.restore_point.step
-        new, pruned = set[Step](), set[Step]()
+        new = set[Step]()
         refused: list[RefusedShard] = []
         for found in message.shards:
             step, rank = found.step, found.shard.rank
@@ -296,10 +284,7 @@ class Coordinator:
             elif base is not None and step <= base:
                 why = f"step {step} is not above the restore point (step {base})"
                 refused.append(RefusedShard(step, rank, Refusal.BAD_REQUEST, why))
-            elif self._ledger.is_forgotten(step):
-                if self._ledger.is_pruned(step):
-                    pruned.add(step)
-            else:
+            elif not self._ledger.is_forgotten(step):
                 try:
                     if self._ledger.take(found):
                         new.add(step)
@@ -308,7 +293,7 @@ class Coordinator:
         # All shards are recorded first: a choice about slots must not take a later one of them for skipped.
         for step in sorted(new):
             self._advance(step)
-        return tuple(sorted(pruned))[:MAX_PRUNED], refused[0] if refused else None
+        return refused[0] if refused else None
 
     def request(self, path: str, message: GangRequest) -> Ok:
         """Queue a save-now or stop request for worker 0, which runs rank 0, or end the job: stop and persist.
@@ -516,14 +501,6 @@ class Coordinator:
             self._outbox.prune(gone)
         self._weigh()
         self._changed()
-
-    def _slots_changed(self, message: WorkerReport) -> None:
-        """Choose again soon, because what a worker's ranks have saved has changed."""
-        waiting = {step for saves in message.waiting for step in saves.waiting}
-        # A rank that goes back saves a dropped step again. Nothing would free the slot of that save.
-        if again := frozenset(step for step in waiting if self._ledger.is_forgotten(step)):
-            self._outbox.prune_again(message.worker, again)
-        self._weigh_soon()
 
     def _weigh_soon(self) -> None:
         """Call `_weigh` after a short time, once for all messages until then, if a step waits."""

@@ -47,7 +47,10 @@ class Forgotten:
 
     @property
     def pruned(self) -> tuple[Step, ...]:
-        """The recorded steps whose shards are to be deleted."""
+        """The recorded steps whose shards are to be deleted.
+
+        A step that is no longer recorded individually is not among them: nothing is deleted without a reason.
+        """
         return tuple(step for step, pruned in self._steps.items() if pruned)
 
     def has(self, step: Step, known: Iterable[Step]) -> bool:
@@ -57,13 +60,6 @@ class Forgotten:
             known: The steps that exist. They may be older than any recorded step.
         """
         return step in self._steps or (step <= self._below and step not in known)
-
-    def is_pruned(self, step: Step) -> bool:
-        """Return whether the step's shards are to be deleted.
-
-        This is False if the step is no longer recorded individually: nothing is deleted without a reason.
-        """
-        return self._steps.get(step, False)
 
 
 MAX_UNREPLICATED = 4
@@ -371,10 +367,6 @@ class Ledger:
 
     def is_forgotten(self, step: Step) -> bool:
         return self._forgotten.has(step, self.steps)
-
-    def is_pruned(self, step: Step) -> bool:
-        """Return whether the step is forgotten and its remaining shards are to be deleted."""
-        return step not in self.steps and self._forgotten.is_pruned(step)
 
     @property
     def dropped(self) -> tuple[Step, ...]:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.clock import Clock
@@ -43,17 +43,14 @@ class _Acknowledged:
 
     plan: Plan
     """The whole plan, of which the member has been sent what it lacked."""
-    again: frozenset[Step] = frozenset()
-    """Steps that are to be dropped once more, although the plan that drops them is acknowledged."""
     requests: int = 0
     """Number of acknowledged entries of `Outbox._requests`."""
 
     def request_acknowledged(self) -> None:
         self.requests += 1
 
-    def plan_acknowledged(self, plan: Plan, again: frozenset[Step]) -> None:
+    def plan_acknowledged(self, plan: Plan) -> None:
         self.plan = plan
-        self.again -= again
 
 
 class Outbox:
@@ -81,11 +78,11 @@ class Outbox:
         self._on_manifest = on_manifest
         self._on_lost = on_lost
         self._tasks = Tasks()
-        self._wakes: dict[Worker, asyncio.Event] = {}
-        self._acknowledged: dict[Worker, _Acknowledged] = {}
         self._requests: list[tuple[str, GangRequest]] = []
         self._nothing = Plan(ledger.round)
         """What a process that has just started has acknowledged."""
+        self._wakes = {worker: asyncio.Event() for worker in ledger.workers}
+        self._acknowledged = {worker: _Acknowledged(self._nothing) for worker in ledger.workers}
         self._plans: dict[bool, Plan] = {}
         """The present plan for members that are released, and for others. Empty until it is asked for."""
         self._missing: dict[tuple[int, bool], tuple[Plan, Plan | None]] = {}
@@ -101,9 +98,6 @@ class Outbox:
     def start(self, message: Round) -> None:
         self._message = message
         self._own = message.coordinator
-        for worker in self._ledger.workers:
-            self._acknowledged[worker] = _Acknowledged(self._nothing)
-            self._wakes[worker] = asyncio.Event()
         sending = ((self._serve(w), f"sending to worker {w}") for w in self._ledger.workers)
         self._tasks.spawn(self._tasks.spawn_all(sending), "sending to all workers")
 
@@ -133,25 +127,13 @@ class Outbox:
         if (path, message) in self._requests:
             return False
         self._requests.append((path, message))
-        if (event := self._wakes.get(Worker(0))) is not None:
-            event.set()
+        self._wakes[Worker(0)].set()
         return True
 
     def prune(self, steps: tuple[Step, ...]) -> None:
         """Forget these steps and have members delete them, except for those on their way to the store."""
         self._ledger.forget(steps)
         self.wake()
-
-    def prune_again(self, worker: Worker, steps: frozenset[Step]) -> None:
-        """Have one member delete pruned steps that it lists in slots, unless their prune is on its way.
-
-        A broadcast would let one late report of each worker cause a message to every other one.
-        """
-        record = self._acknowledged[worker]
-        on_way = frozenset(self._plan(worker).drop) - frozenset(record.plan.drop)
-        if not steps <= record.again | on_way:
-            record.again |= steps - on_way
-            self._wakes[worker].set()
 
     def release(self) -> None:
         """Notify all members that their pods may end, the own pod last."""
@@ -161,9 +143,13 @@ class Outbox:
             self.wake()
 
     def repeat(self, worker: Worker) -> None:
-        """Send everything again to a member whose sidecar has restarted and has only the data on its disk."""
-        self._acknowledged[worker] = _Acknowledged(self._nothing)
-        self._wakes[worker].set()
+        """Send everything again to a member whose sidecar has nothing, because it has just started.
+
+        This has no effect on a member that was sent nothing yet.
+        """
+        if self._acknowledged[worker] != _Acknowledged(self._nothing):
+            self._acknowledged[worker] = _Acknowledged(self._nothing)
+            self._wakes[worker].set()
 
     # ------------------------------------------------------------------ one member
 
@@ -214,9 +200,7 @@ class Outbox:
             path, message = self._requests[record.requests]
             return message, path, record.request_acknowledged
         if (lacks := self._lacks(worker)) is not None:
-            acknowledged = functools.partial(
-                record.plan_acknowledged, self._plan(worker), record.again
-            )
+            acknowledged = functools.partial(record.plan_acknowledged, self._plan(worker))
             return lacks, None, acknowledged
         for step in sorted(self._ledger.steps):
             put = self._manifest_for(worker, self._ledger.steps[step])
@@ -237,11 +221,7 @@ class Outbox:
         key = id(record.plan), wanted.released
         if key not in self._missing:
             self._missing[key] = record.plan, missing(wanted, record.plan)
-        lacks = self._missing[key][1]
-        if not record.again:
-            return lacks
-        found = lacks or Plan(wanted.round, write=wanted.write)
-        return replace(found, drop=tuple(sorted(record.again.union(found.drop))))
+        return self._missing[key][1]
 
     def _manifest_for(self, worker: Worker, entry: StepEntry) -> ManifestPut | None:
         """Return the manifest of a step if this member is to receive it now.

@@ -7,7 +7,6 @@ periodically without a change, to detect a coordinator that restarted and has no
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -43,13 +42,12 @@ class Sources:
     failures: Failures
 
 
-def compose(state: RoundState, sources: Sources, instance: str) -> WorkerReport:
+def compose(state: RoundState, sources: Sources) -> WorkerReport:
     """Return the present report of this worker.
 
     Args:
         state: The round that the report is of.
         sources: The components to read.
-        instance: Random id of this sidecar process.
     """
     gang, rehydrator = sources.gang, sources.rehydrator
     restored = rehydrator.restored
@@ -72,7 +70,7 @@ def compose(state: RoundState, sources: Sources, instance: str) -> WorkerReport:
         stacks_token=gang.stacks_token,
         stacks=gang.stacks,
         shards=sources.flow.table,
-        instance=instance,
+        has_plan=sources.flow.has_plan,
         interval=gang.intervals.get(Rank(0)),
         accepted=state.acceptance,
         restored_from=() if restored is None else tuple(restored.sources.values()),
@@ -147,9 +145,6 @@ class Reporter:
         self._tasks = Tasks()
         self._changed = asyncio.Event()
         self._urgent = asyncio.Event()
-        self._instance = secrets.token_hex(8)
-        self._order = 0
-        """The number of the last report."""
         self._last: tuple[Worker, WorkerReport] | None = None
         """The last report that a coordinator has acknowledged, and the coordinator."""
         self._sent: tuple[Worker, WorkerReport] | None = None
@@ -165,7 +160,7 @@ class Reporter:
         """Send a report soon, and at once if others may wait for what has changed."""
         self._changed.set()
         state, sent = self._current(), self._sent
-        now = compose(state, self._sources, self._instance)
+        now = compose(state, self._sources)
         coordinator = None if state.accepted is None else state.accepted.coordinator
         if sent is None or sent[0] != coordinator or _awaited(now) != _awaited(sent[1]):
             self._urgent.set()
@@ -192,17 +187,15 @@ class Reporter:
             if state.accepted is None:
                 continue
             coordinator = state.accepted.coordinator
-            report = compose(state, self._sources, self._instance)
+            report = compose(state, self._sources)
             if (coordinator, report) == self._last and not beat:
                 continue
             self._urgent.clear()
             self._sent = coordinator, report
-            self._order += 1
             # Shards that the coordinator has would cost it more than the rest of the report.
             known = self._sources.flow.known
             message = replace(
                 report,
-                order=self._order,
                 shards=tuple(s for s in report.shards if known is None or s not in known),
                 has_all_shards=known is None,
             )
@@ -217,11 +210,6 @@ class Reporter:
                 continue
             backoff.reset()
             changes.healthy("report")
-            if reply.order > self._order:
-                # An earlier process of this sidecar has reported here, and lower numbers are ignored.
-                self._order = reply.order
-                self._changed.set()
-                continue
             now = self._current()
             if now.accepted is not None and (now.round, now.accepted.coordinator) == (
                 state.round,
@@ -231,7 +219,7 @@ class Reporter:
                     self._sources.flow.coordinator_changed()
                     self._changed.set()
                     continue
-                self._sources.flow.reported(report.shards, reply.pruned, reply.refused)
+                self._sources.flow.reported(report.shards, reply.refused)
             self._last = coordinator, report
             self._sources.starter.take_stacks(reply.round, reply.stacks_token)
             self._sources.gang.replied(report, reply)

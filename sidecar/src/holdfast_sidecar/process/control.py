@@ -269,6 +269,7 @@ class Control:
             case GangRequest() if caller.operator:
                 return self._components.role.require().request(path, message)
             case GangRequest():
+                self._components.saves.flow.has_plan = True
                 receivers.notices.request(path, message)
             case ManifestPut():
                 return await receivers.manifests.put(message)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import Level, Step, TierName
+from holdfast_core.ids import Level, Rank, Step, TierName
 from holdfast_core.messages.schema import Plan, Round
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base.failures import Failures
@@ -40,12 +41,14 @@ class Pruner:
         self._notices = notices
         self._failures = failures
         self._tasks = Tasks()
+        saves.stager.changed.subscribe(self._slots_changed)
 
     async def close(self) -> None:
         await self._tasks.cancel()
 
     def take(self, message: Plan) -> None:
         """Begin what the plan wants: notices, writes, uploads, deletions. Free the slots of dropped steps."""
+        self._saves.flow.has_plan = True
         for reached in message.levels:
             self._notices.level(reached)
             if reached.level is Level.PERSISTED:
@@ -59,6 +62,20 @@ class Pruner:
         kept = max((r.step for r in message.levels if r.level is not Level.LOCAL), default=None)
         if message.drop or kept is not None:
             self._tasks.spawn(self._until_done(lambda: self._prune(message, kept)), "prune")
+
+    def _slots_changed(self) -> None:
+        if self._again():
+            # The rank receives the reply to its save first.
+            asyncio.get_running_loop().call_soon(self._drop_again)
+
+    def _drop_again(self) -> None:
+        """Free the slots of dropped steps that ranks have saved again. Nothing else would free them."""
+        self._forget(self._again())
+
+    def _again(self) -> tuple[Step, ...]:
+        stager, ranks = self._saves.stager, map(Rank, self._pod.state.own_ranks)
+        waiting = {step for rank in ranks for step in stager.waiting(rank)}
+        return tuple(sorted(waiting & self._saves.flow.dropped))
 
     def _forget(self, steps: tuple[Step, ...]) -> None:
         if not steps:

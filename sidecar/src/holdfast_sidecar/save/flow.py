@@ -54,6 +54,8 @@ from holdfast_sidecar.wire.bulk import Members
 
 _KEEP_LAYOUT_SECONDS = 900.0
 """Less than the time after which a node tier deletes a layout that nothing names."""
+_MOST_DROPPED = 1024
+"""Dropped steps that are remembered: as many as the coordinator remembers."""
 _REPORTS = "reporting shards to the coordinator"
 """Subject of the failure that the coordinator does not accept a shard."""
 _PASSING = frozenset(
@@ -127,6 +129,10 @@ class Flow:
         a whole table yet."""
         self._report_failed = False
         """Whether the last report did not reach the coordinator."""
+        self.has_plan = False
+        """Whether the current coordinator has sent a plan or a request to this process."""
+        self.dropped = frozenset[Step]()
+        """The newest steps that plans of this round drop."""
 
     # ------------------------------------------------------------------ events
 
@@ -139,7 +145,9 @@ class Flow:
         if known is not None and known.ref == shard.ref:
             return
         upload_requested = (shard.key.step, shard.key.round) in self._upload_requests
-        self._shards[shard.key] = replace(shard, upload_requested=upload_requested)
+        # A save that comes after its step was dropped would stay on this node.
+        pruned = shard.reported and shard.key.step in self.dropped
+        self._shards[shard.key] = replace(shard, upload_requested=upload_requested, pruned=pruned)
         self.wake()
 
     def committed(self, step: Step, round_: RestartRound) -> None:
@@ -166,19 +174,17 @@ class Flow:
 
     def coordinator_changed(self) -> None:
         """Record that another worker coordinates the round, which has received no report yet."""
-        self.known, self._report_failed = None, False
+        self.known, self._report_failed, self.has_plan = None, False, False
 
     def reported(
         self,
         sent: tuple[ReportedShard, ...],
-        pruned: tuple[Step, ...],
         refused: RefusedShard | None,
     ) -> None:
         """Record that the coordinator of this round has received a report, and what it replied.
 
         Args:
             sent: `table` when the report was sent.
-            pruned: The steps of which the shards in `sent` are deleted.
             refused: A shard that the coordinator does not accept.
         """
         self._report_failed = False
@@ -187,24 +193,19 @@ class Flow:
             for s in sent
             if refused is None or (s.step, s.shard.rank) != (refused.step, refused.rank)
         )
-        gone = {(s.step, s.shard) for s in sent if s.step in pruned}
-        for key, shard in tuple(self._shards.items()):
-            if shard.reported and (key.step, shard.info) in gone:
-                self._shards[key] = replace(shard, pruned=True)
         if refused is None:
             self._failures.healthy(_REPORTS)
         else:
             error = RefusedError(refused.code, refused.message)
             self._failures.note(_REPORTS, TierName.PEER, error, step=refused.step)
-        if gone:
-            self.wake()
 
     def report_failed(self) -> None:
         """Record that a report did not reach the coordinator."""
         self._report_failed = True
 
     def forget(self, steps: tuple[Step, ...]) -> None:
-        """Drop the shards of pruned steps and the requests to upload them."""
+        """Drop the shards of pruned steps and the requests to upload them, also those that come later."""
+        self.dropped = frozenset(sorted(self.dropped.union(steps))[-_MOST_DROPPED:])
         self._shards = {k: s for k, s in self._shards.items() if k.step not in steps}
         self._upload_requests = {
             w: r for w, r in self._upload_requests.items() if w[0] not in steps
@@ -221,7 +222,8 @@ class Flow:
         self._backoffs.clear()
         self._upload_requests.clear()
         self._layouts_at.clear()
-        self.known, self._report_failed = None, False
+        self.dropped = frozenset()
+        self.coordinator_changed()
 
     @property
     def idle(self) -> bool:
