@@ -30,13 +30,10 @@ from benchmarks.ranks.http import Client, Served
 from benchmarks.ranks.states import PlayedState
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.rank_layout import RankLayout, layout_digests
-from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.report import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.schema import (
-    Inventory,
-    ListedManifest,
-    ListedShard,
     ManifestDocument,
     Ok,
     Plan,
@@ -132,7 +129,6 @@ class PlayedMember:
         self._table: dict[Step, ReportedShard] = {}
         self._known: set[ReportedShard] = set()
         """The shards that the coordinator has received."""
-        self._held: dict[Step, Digest] = {}
         self._replicating: dict[Step, asyncio.Task[None]] = {}
         self._levels: dict[Step, set[Level]] = {}
         self._reached: dict[tuple[Step, Level], asyncio.Event] = {}
@@ -209,7 +205,6 @@ class PlayedMember:
     async def commit(self, step: Step) -> None:
         """Prepare a step, and wait until the coordinator has sent its level REPLICATED."""
         shard = self.shard(step)
-        self._held[step] = shard.blake3
         self._table[step] = ReportedShard(step, self._now.round, shard, self._digests)
         await self.report(step)
         await self.level(step, Level.REPLICATED)
@@ -237,8 +232,6 @@ class PlayedMember:
                 self._replicating[step] = asyncio.create_task(self._replicate(step))
             case "/v1/plan":
                 self._take(loads(Plan, body))
-            case "/v1/inventory":
-                return dumps(self._inventory())
             case other:
                 raise SystemExit(f"worker {self.worker} was sent {other}")
         return dumps(Ok(self._now.round))
@@ -256,26 +249,9 @@ class PlayedMember:
 
     def _prune(self, steps: tuple[Step, ...]) -> None:
         for step in steps:
-            self._held.pop(step, None)
             self._table.pop(step, None)
             self._levels.pop(step, None)
             self._replicating.pop(step, None)
-
-    def _inventory(self) -> Inventory:
-        ranks = self._gang.workers
-        shards = tuple(
-            ListedShard(
-                step, self._now.round, self.rank, self._payload_bytes, digest, TierName.NODE
-            )
-            for step, digest in self._held.items()
-        )
-        manifests = tuple(
-            ListedManifest(step, self._now.round, digest, ranks)
-            for step, digest in self._held.items()
-        )
-        # Manifests of this round come from the real sidecars: the digests of these are not theirs.
-        older = tuple(m for m in manifests if m.round < self._now.round)
-        return Inventory(self.worker, self.pod, self._now.round, self._now.version, older, shards)
 
 
 class Played:

@@ -12,12 +12,9 @@ from tests.support.sidecar.coordinators import CoordinatorWorld
 from tests.support.sidecar.waiting import until
 from tests.support.tiers.objects import MemoryObjectStore
 
-from holdfast_core.errors import RefusedError, UnavailableError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.errors import RefusedError
 from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
-    ListedManifest,
-    ManifestList,
     Ok,
     Plan,
     Policy,
@@ -34,25 +31,15 @@ RANKS = (0, 1)
 
 
 class Members:
-    """Two members that accept everything, and list checkpoints of round 0 in their inventories."""
+    """Two members that accept everything."""
 
-    def __init__(self, *listed: int) -> None:
+    def __init__(self) -> None:
         self.received: list[Any] = []
-        self.asked: list[Worker] = []
-        self._listed = listed
 
     async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
         await asyncio.sleep(0)
         self.received.append(message)
         return Ok(ROUND)
-
-    async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> ManifestList:
-        self.asked.append(worker)
-        if path != "/v1/inventory":
-            raise UnavailableError(f"GET {path} to worker {worker}: it is away")
-        return ManifestList(
-            tuple(ListedManifest(Step(s), BEFORE, digest_of(b"%d" % s), 5) for s in self._listed)
-        )
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.received if isinstance(message, kind)]
@@ -102,12 +89,13 @@ async def test_a_shard_of_the_restore_point_or_below_is_refused(
 async def test_a_quarantined_checkpoint_takes_no_place_of_one_that_can_be_restored(
     tmp_path: Path,
 ) -> None:
-    members = Members(5, 10, 20, 30)
+    members = Members()
     policy = Policy(interval_steps=1, keep_last=3, peer_copies=1)
     fields: dict[str, Any] = {"round": ROUND, "restore_point": point(30)}
     async with World(tmp_path, members, policy, quarantined=(point(20),), **fields) as world:
         world.coordinator.start()
-        await until(lambda: len(set(members.asked)) == len(RANKS), "both inventories are read")
+        for rank in RANKS:
+            world.tell(rank, manifests=tuple(point(s).own_checkpoint for s in (5, 10, 20, 30)))
         await world.replicate(40)
         await until(lambda: any(m.drop for m in members.of(Plan)), "steps are pruned")
         assert {m.drop for m in members.of(Plan)} - {()} == {(Step(5),)}, "40, 30, 10 stay"
@@ -167,23 +155,3 @@ async def test_the_end_of_a_job_uploads_the_step_that_waits_in_slots_and_not_an_
         await world.reaches(Level.LOCAL, 2)
         await until(lambda: any(m.upload for m in members.of(Plan)), "the newest step is uploaded")
         assert {m.upload.step for m in members.of(Plan) if m.upload is not None} == {2}
-
-
-async def test_a_dropped_step_that_ranks_save_again_is_dropped_again(tmp_path: Path) -> None:
-    """Ranks that go back in one round repeat their steps. No other message would free the slot."""
-    members = Members()
-    policy = Policy(interval_steps=1, slots=3)
-    async with World(tmp_path, members, policy, round=ROUND) as world:
-        world.coordinator.start()
-        world.report(2, 3)
-
-        def prunes() -> int:
-            return sum(Step(2) in m.drop for m in members.of(Plan))
-
-        await until(lambda: prunes() == len(RANKS), "step 3 has replaced step 2")
-        world.report(3)
-        world.report(2, 3, ranks=[1])
-        await until(lambda: prunes() > len(RANKS), "the slot of step 2 is freed again")
-        for _ in range(200):
-            await asyncio.sleep(0)
-        assert prunes() == len(RANKS) + 1, "the report caused no message to other members"

@@ -12,7 +12,6 @@ from typing import Any
 from tests.support.sidecar.coordinators import CoordinatorWorld
 from tests.support.sidecar.waiting import until
 
-from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import Level, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     ManifestPut,
@@ -25,7 +24,7 @@ STEP = Step(1)
 
 
 class Members:
-    """Two members that accept everything and have no inventory."""
+    """Two members that accept everything."""
 
     def __init__(self) -> None:
         self.manifests: list[tuple[Worker, Step]] = []
@@ -34,9 +33,6 @@ class Members:
         if isinstance(message, ManifestPut):
             self.manifests.append((worker, message.step))
         return Ok(ROUND)
-
-    async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> Any:
-        raise UnavailableError(f"GET {path} to worker {worker}: it is away")
 
 
 class World(CoordinatorWorld):

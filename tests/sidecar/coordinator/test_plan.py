@@ -9,10 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.sidecar.ledgers import acknowledge, new_ledger, reported
 
-from holdfast_core.ids import Level, RestartRound, Step
-from holdfast_core.messages.schema import LevelReached, PersistRequest, Plan, ReportedShard
+from holdfast_core.ids import Level, Rank, RestartRound, Step
+from holdfast_core.messages.schema import (
+    LevelReached,
+    PersistRequest,
+    Plan,
+    RankSaves,
+    ReportedShard,
+)
 from holdfast_sidecar.coordinator.ledger import Ledger
-from holdfast_sidecar.coordinator.plan import missing, plan
+from holdfast_sidecar.coordinator.plan import abandoned_steps, lost_steps, missing, plan
 
 ROUND = RestartRound(1)
 RANKS = (0, 1, 2)
@@ -99,6 +105,24 @@ def test_the_order_and_the_number_of_the_reports_do_not_matter(
     for shard in [*data.draw(st.permutations(table)), *data.draw(st.permutations(table))]:
         often.take(shard)
     assert settled(often) == settled(once)
+
+
+@given(tables, st.sets(steps), st.sets(steps), st.data())
+def test_the_listed_steps_that_a_rank_lacks_are_lost_in_any_order_of_reports(
+    table: list[ReportedShard], listed: set[Step], under_way: set[Step], data: Any
+):
+    ledger = new_ledger(workers=len(RANKS))
+    saves = {Rank(2): RankSaves(Rank(2), Step(4), tuple(sorted(under_way)))}
+    ledger.listed |= listed
+    for shard in data.draw(st.permutations(table)):
+        ledger.take(shard)
+    held = {(s.step, s.shard.rank) for s in table} | {(s, 2) for s in under_way}
+    expected = {s for s in listed if any((s, rank) not in held for rank in RANKS)}
+    found = [lost_steps(ledger, saves, (Rank(rank),)) for rank in data.draw(st.permutations(RANKS))]
+    assert {step for one in found for step in one} == expected
+    assert set(lost_steps(ledger, saves, map(Rank, RANKS))) == expected
+    given_up = abandoned_steps(ledger, saves, map(Rank, RANKS))
+    assert listed.isdisjoint(given_up), "they are committed"
 
 
 @given(tables)

@@ -11,8 +11,7 @@ from tests.support.sidecar.coordinators import CoordinatorWorld
 from tests.support.sidecar.ledgers import LAYOUT, OTHER_DIGEST, shard_info
 from tests.support.sidecar.waiting import until
 
-from holdfast_core.errors import UnavailableError
-from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     DeadRank,
     LevelReached,
@@ -29,10 +28,9 @@ POLICY = Policy(interval_steps=1, keep_last=2)
 
 
 class Members:
-    """Two members that accept everything. Nobody has an inventory until `listed` is set."""
+    """Two members that accept everything."""
 
     def __init__(self) -> None:
-        self.listed = asyncio.Event()
         self.plans: list[tuple[Worker, Plan]] = []
 
     async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
@@ -44,12 +42,6 @@ class Members:
     @property
     def dropped(self) -> set[Step]:
         return {step for _, plan in self.plans for step in plan.drop}
-
-    async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> Any:
-        if path != "/v1/inventory":
-            raise UnavailableError(f"GET {path} to worker {worker}: it is away")
-        await self.listed.wait()
-        return reply()
 
 
 async def is_local(world: CoordinatorWorld, step: int) -> None:
@@ -96,7 +88,6 @@ async def test_a_new_coordinator_wants_all_shards_and_needs_one_round_of_reports
     members = Members()
     async with CoordinatorWorld(tmp_path, members, POLICY) as world:
         world.coordinator.start()
-        members.listed.set()
         world.tell(0, shards=(world.shard(0, 1, replicated=True),))
         saves = (RankSaves(Rank(1), Step(1)),)
         for _ in range(3):  # replies may be lost
@@ -139,21 +130,55 @@ async def test_a_report_of_a_pruned_step_does_not_bring_it_back(tmp_path: Path) 
         assert [found.step for found in state.steps] == [2, 3]
 
 
+async def test_no_step_is_given_up_before_the_own_manifests_are_listed(tmp_path: Path) -> None:
+    """Rank 2 has saved step 2 and has no shard of step 1, which may be committed, with a copy elsewhere."""
+    members = Members()
+    async with CoordinatorWorld(tmp_path, members, POLICY, workers=3) as world:
+        world.coordinator.start()
+        world.hold(1, ranks=(1,))
+        newest = (RankSaves(Rank(2), Step(2), (Step(2),)),)
+        for _ in range(50):
+            world.tell(2, saves=newest)
+            await asyncio.sleep(0)
+        assert members.dropped == set()
+        world.tell(0)
+        world.tell(2, saves=newest)
+        await until(
+            lambda: members.dropped == {1}, "there is no manifest of step 1: it is given up"
+        )
+
+
 @pytest.mark.fault("The coordinator restarts while a node has lost its shard of a committed step")
-async def test_no_step_is_given_up_before_the_own_manifests_are_read(tmp_path: Path) -> None:
-    """Rank 1 has saved step 2 and has no shard of step 1, which may be committed, with a copy elsewhere."""
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_committed_step_that_a_node_has_lost_stays_and_has_no_level(
+    tmp_path: Path, first: int
+) -> None:
+    """The order of the reports does not matter."""
     members = Members()
     async with CoordinatorWorld(tmp_path, members, POLICY) as world:
         world.coordinator.start()
-        world.hold(1, ranks=(0,))
-        newest = (RankSaves(Rank(1), Step(2), (Step(2),)),)
-        world.tell(1, saves=newest)
-        world.hold(1, ranks=(0,))
-        assert members.dropped == set()
-        members.listed.set()
+        held = (world.shard(0, 1, replicated=True), world.shard(0, 2, replicated=True))
+        reports: list[dict[str, Any]] = [
+            {"shards": held, "manifests": (CheckpointId(Step(1), ROUND),)},
+            {"shards": (world.shard(1, 2, replicated=True),)},
+        ]
+        for worker in (first, 1 - first):
+            saves = (RankSaves(Rank(worker), Step(2)),)
+            world.tell(worker, saves=saves, **reports[worker])
+        await until(lambda: world.coordinator.levels()[Level.REPLICATED] == 2, "it is replicated")
+        state = await world.coordinator.state(0, 0.0, 0.0, acknowledges=False)
+        assert [found.step for found in state.steps] == [2]
+        assert members.dropped == set(), "retention keeps two checkpoints"
+        world.hold(3, replicated=True)
+        await until(lambda: members.dropped == {1}, "it is the oldest of three")
 
-        def given_up() -> bool:
-            world.tell(1, saves=newest)
-            return members.dropped == {1}
 
-        await until(given_up, "there is no manifest of step 1: it is given up")
+@pytest.mark.fault("A coordinator restarts while a sidecar that has restarted reads its layouts")
+async def test_a_committed_step_whose_shard_is_not_listed_yet_is_not_lost(tmp_path: Path) -> None:
+    async with CoordinatorWorld(tmp_path, Members(), POLICY) as world:
+        world.coordinator.start()
+        manifests = (CheckpointId(Step(1), ROUND),)
+        world.tell(0, shards=(world.shard(0, 1),), manifests=manifests)
+        world.tell(1, saves=(RankSaves(Rank(1), Step(1), (Step(1),)),), manifests=manifests)
+        world.tell(1, shards=(world.shard(1, 1),))
+        await is_local(world, 1)

@@ -31,7 +31,7 @@ MAX_INT = (1 << 63) - 1
 MAX_RANKS = 4096 * 64
 """The largest spec.workers times the largest spec.procsPerWorker (core/api)."""
 MAX_LISTED = 1024
-"""Largest number of manifests that an inventory lists."""
+"""Largest number of manifests that an inventory or a report lists."""
 MAX_STRAGGLERS = 16
 """Largest number of stragglers that a coordinator and a job's status name."""
 MAX_METRICS = 64
@@ -85,7 +85,6 @@ _MAX_BYTES = MappingProxyType(
         "RelayReply": 64 * MIB,
         "ManifestDocument": 64 * MIB,
         "Inventory": 16 * MIB,
-        "ManifestList": 16 * MIB,
         "CoordinatorState": 16 * MIB,
     }
 )

@@ -185,13 +185,6 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestList:
-    """The part of an Inventory that a new coordinator reads: it needs no shards of thousands of members."""
-
-    manifests: Annotated[tuple[ListedManifest, ...], Meta(max_length=MAX_LISTED)] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class StepState:
     """State of one step in the coordinator's ledger. `prepared`, `replicated` and `uploaded` count ranks."""
 

@@ -16,6 +16,7 @@ from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import expect_length
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
+    CheckpointId,
     Digest,
     Rank,
     RestartRound,
@@ -24,6 +25,7 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.codec import (
+    MAX_LISTED,
     MAX_REPORTED,
     Clipped,
     ClippedText,
@@ -178,6 +180,9 @@ class WorkerReport(Clipped, Sparse):
     """The shards of the worker's ranks. If there are too many, the oldest are missing."""
     has_all_shards: bool = True
     """If not, `shards` lacks those that this coordinator has received as they are. See `Ok.wants_shards`."""
+    manifests: Annotated[tuple[CheckpointId, ...], Meta(max_length=MAX_LISTED)] = ()
+    """With `has_all_shards`, the newest checkpoints of the job whose manifest is on the worker's node. Where
+    another node has lost its shard, nothing else says that a step is committed."""
     has_plan: bool = False
     """Whether this process has received a plan or a request of this coordinator. If not, what the coordinator
     has sent to an earlier process is lost, and it sends everything again."""

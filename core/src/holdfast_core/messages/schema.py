@@ -48,7 +48,6 @@ from holdfast_core.messages.operator import (
     Inventory,
     ListedManifest,
     ListedShard,
-    ManifestList,
     Member,
     Prune,
     PruneReply,

@@ -12,7 +12,7 @@ Where ranks save faster than a node writes, steps wait in slots. `choice.py` cho
 write next, and which are dropped.
 
 The operator decides about rounds. A new coordinator rebuilds this state from one report of each worker, which
-lists all of its shards, and from the inventories, which list the manifests that exist.
+lists all of its shards and the manifests on its node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import (
     CheckpointId,
-    Digest,
     Level,
     Rank,
     Step,
@@ -40,8 +39,6 @@ from holdfast_core.messages.schema import (
     Failure,
     GangRequest,
     Interval,
-    ManifestDocument,
-    ManifestList,
     Ok,
     Prune,
     PruneReply,
@@ -65,10 +62,10 @@ from holdfast_sidecar.coordinator.plan import (
     abandoned_steps,
     build_manifest,
     choose,
+    lost_steps,
     shard_infos,
     steps_to_prune,
 )
-from holdfast_sidecar.coordinator.rebuild import RebuildTarget, rebuild_from
 from holdfast_sidecar.coordinator.slow_ranks import HangWatch, StragglerWatch
 from holdfast_sidecar.coordinator.uploads import Uploads
 from holdfast_sidecar.coordinator.watchdog import CommitAlarm
@@ -143,9 +140,6 @@ class Coordinator:
         """Steps whose manifest is being built in a thread."""
         self._has_all = set[Worker]()
         """The workers that have sent all of their shards."""
-        self._reads_own = False
-        """Whether the manifests of this round on this node are being read. No step is given up before: a
-        committed one of which a node has lost its shard looks like one that was never complete."""
         self._weighing: asyncio.TimerHandle | None = None
         """Set while `_weigh_soon` has a call of `_weigh` scheduled."""
         self._hangs = HangWatch(self._gathered, secrets.token_hex(8))
@@ -184,13 +178,6 @@ class Coordinator:
 
     def start(self) -> None:
         self._outbox.start(self._message)
-        target = RebuildTarget(self._found, self._has_manifest, self._adopt)
-        self._reads_own = True
-        rebuilds = (
-            (self._rebuild_from(worker, target), f"rebuild from worker {worker}")
-            for worker in self._ledger.workers
-        )
-        self._tasks.spawn(self._tasks.spawn_all(rebuilds), "rebuild from all workers")
         self._tasks.spawn(self._uploads.run(), "uploads")
         self._tasks.spawn(self._uploads.compare(), "comparison with the store")
         self._tasks.spawn(self._leftovers.run(), "leftovers")
@@ -250,14 +237,18 @@ class Coordinator:
                 message, saves=()
             )  # they mean something together with all shards only
         urgent = self._gathered.receive(message, self._clock.monotonic())
+        listed = self._take_manifests(message)
         refused = self._take_shards(message)
+        self._look_for_lost(message.worker, everywhere=bool(listed))
         if before is None or before.saves != message.saves:
             self._weigh_soon()
         self._alarm.look(self._message.policy)
         pressed = self._gathered.pressed
         if pressed:
             self._pressed.set()
-        if not self._reads_own:
+        # Until the own manifests are listed, a committed step of which a node has lost its shard looks like
+        # one that was never complete.
+        if self._message.coordinator in self._has_all:
             saves = self._gathered.saves(message.worker)
             ranks = map(Rank, ranks_of(message.worker, self._contract.procs_per_worker))
             self._give_up(abandoned_steps(self._ledger, saves, ranks, pressed=pressed))
@@ -575,57 +566,44 @@ class Coordinator:
         return frozenset(self._ledger.uploads.wanted)
 
     def _lost(self, step: Step) -> None:
-        """Handle a member's reply that it lacks its shard of a manifest of this round.
+        """Handle that a member lacks its shard of a committed step of this round.
 
         The member pruned its shard before this coordinator started: the step is not sent to members again
         and is left to retention.
         """
-        if step in self._ledger.steps:
+        if not self._ledger.is_forgotten(step):
             self._ledger.forget((step,), pruned=False)
             self._older.add(CheckpointId(step, self._message.round))
             self._changed()
 
-    async def _rebuild_from(self, worker: Worker, target: RebuildTarget) -> None:
-        await rebuild_from(worker, self._message.round, self._peers, self._clock, target)
-        if worker == self._message.coordinator:
-            self._reads_own = False
-
-    def _found(self, inventory: ManifestList) -> None:
-        """Record the checkpoints of older rounds that a member's inventory lists.
+    def _take_manifests(self, message: WorkerReport) -> set[Step]:
+        """Record the checkpoints whose manifest a member has. Return the steps of this round that are new.
 
         A quarantined one cannot be restored, so it must not count as one of those that retention keeps.
         """
-        base = self._message.restore_point.step
-        if base is None:
-            return
-        apart = quarantined(self._message)
-        older = (CheckpointId(m.step, m.round) for m in inventory.manifests)
-        self._older |= {
-            c for c in older if c.round < self._message.round and c.step <= base and c not in apart
-        }
-
-    async def _adopt(self, step: Step, digest: Digest, document: ManifestDocument) -> None:
-        """Take over a manifest of this round that an earlier coordinator wrote.
-
-        Raises:
-            FormatError: The document is not a manifest.
-            CorruptionError: It is the manifest of another job or checkpoint.
-            RefusedError: CONFLICT if another manifest of this step is known.
-        """
-        manifest = document.manifest.encode()
-        checkpoint = CheckpointId(step, self._message.round)
-        shards = await self._pools.read.run(
-            shard_infos, manifest, self._contract.job_uid, checkpoint
+        base, round_, apart = (
+            self._message.restore_point.step,
+            message.round,
+            quarantined(self._message),
         )
-        if self._ledger.is_forgotten(step):
-            return
-        with _Conflicts():
-            self._ledger.committed(step, manifest, digest, shards)
-        self._changed()
+        if base is not None:
+            self._older |= {
+                c
+                for c in message.manifests
+                if c.round < round_ and c.step <= base and c not in apart
+            }
+        found = {c.step for c in message.manifests if c.round == round_}
+        new = {s for s in found - self._ledger.listed if base is None or s > base}
+        self._ledger.listed |= new
+        return new
 
-    def _has_manifest(self, step: Step) -> bool:
-        entry = self._ledger.steps.get(step)
-        return self._ledger.is_forgotten(step) or (entry is not None and entry.manifest is not None)
+    def _look_for_lost(self, worker: Worker, *, everywhere: bool) -> None:
+        """Look for listed steps that a worker, or any, has no shard of."""
+        workers = self._has_all if everywhere else self._has_all & {worker}
+        saves = self._gathered.saves(None if everywhere else worker)
+        ranks = (Rank(r) for w in workers for r in ranks_of(w, self._contract.procs_per_worker))
+        for step in lost_steps(self._ledger, saves, ranks):
+            self._lost(step)
 
     async def _look_for_hangs(self) -> None:
         changes = logs.Changed()

@@ -152,6 +152,8 @@ class Ledger:
         self.uploads = UploadQueue()
         """Replaced as a whole, because a sweep reads it in another thread."""
         self._forgotten = Forgotten()
+        self.listed = set[Step]()
+        """Steps of this round of which a member had the manifest when this coordinator started."""
         self.chosen: Step | None = None
         """The step that ranks write next from slots where it waits, or that they are writing."""
 

@@ -238,7 +238,7 @@ def steps_to_prune(
     abandoned = [
         s
         for s, e in ledger.steps.items()
-        if not e.complete and newest is not None and s < newest.step
+        if not e.complete and newest is not None and s < newest.step and s not in ledger.listed
     ]
     protecting = Level.REPLICATED if ledger.expects_copies else Level.LOCAL
     anchor = ledger.newest(protecting)
@@ -251,6 +251,8 @@ def abandoned_steps(
 ) -> tuple[Step, ...]:
     """Return the steps of this round that one of these ranks can no longer prepare, oldest first.
 
+    A step of which a member has the manifest is not among them: see `lost_steps`.
+
     While one rank cannot write, the shards of such steps would fill the nodes of the other ranks.
 
     Args:
@@ -261,7 +263,9 @@ def abandoned_steps(
         pressed: A node has no room for another shard. Steps that a rank has not handed over yet are given
             up, too, except for the newest `_KEPT_UNDER_PRESSURE`, which the rank may be copying now.
     """
-    incomplete = sorted(s for s, e in ledger.steps.items() if not e.complete)
+    incomplete = sorted(
+        s for s, e in ledger.steps.items() if not e.complete and s not in ledger.listed
+    )
     recent = incomplete[-_KEPT_UNDER_PRESSURE:]
     looked_at = tuple(ranks) if incomplete else ()
 
@@ -272,6 +276,24 @@ def abandoned_steps(
         return (found is not None and found.newest >= step) or (pressed and step not in recent)
 
     return tuple(step for step in incomplete if any(is_gone(step, rank) for rank in looked_at))
+
+
+def lost_steps(
+    ledger: Ledger, saves: Mapping[Rank, RankSaves], ranks: Iterable[Rank]
+) -> tuple[Step, ...]:
+    """Return the listed steps of which one of these ranks has no shard any more, oldest first.
+
+    They are committed, and other nodes may have copies. So they are neither brought to a level again nor
+    given up: they count as checkpoints of an older round do.
+
+    Args:
+        ledger: The steps.
+        saves: The reported saves of these ranks.
+        ranks: Ranks whose workers have sent this coordinator everything they had to send.
+    """
+    steps = sorted(step for step in ledger.listed if not ledger.is_forgotten(step))
+    looked_at = tuple(ranks) if steps else ()
+    return tuple(s for s in steps if not all(_has(r, s, ledger, saves) for r in looked_at))
 
 
 def plan(ledger: Ledger, *, released: bool = False) -> Plan:

@@ -80,9 +80,12 @@ def compose(state: RoundState, sources: Sources) -> WorkerReport:
 def _saves(state: RoundState, sources: Sources) -> Iterator[RankSaves]:
     """Yield, for each rank that has saved in this round, its newest save and those under way."""
     for rank in map(Rank, state.own_ranks):
+        unlisted = sources.flow.unlisted(rank)
         newest = sources.stager.newest(rank)
+        if newest is None:  # the process that staged them has ended since
+            newest = max(unlisted, default=None)
         if newest is not None:
-            under_way = {*sources.stager.under_way(rank), *sources.flow.unlisted(rank)}
+            under_way = {*sources.stager.under_way(rank), *unlisted}
             stager = sources.stager
             yield RankSaves(
                 rank,
@@ -192,14 +195,8 @@ class Reporter:
                 continue
             self._urgent.clear()
             self._sent = coordinator, report
-            # Shards that the coordinator has would cost it more than the rest of the report.
-            known = self._sources.flow.known
-            message = replace(
-                report,
-                shards=tuple(s for s in report.shards if known is None or s not in known),
-                has_all_shards=known is None,
-            )
             try:
+                message = await self._message(report)
                 reply = await self._peers.call(coordinator, message, Ok)
             except HoldfastError as error:
                 changes.log("report", str(error), round=state.round)
@@ -224,6 +221,17 @@ class Reporter:
             self._sources.starter.take_stacks(reply.round, reply.stacks_token)
             self._sources.gang.replied(report, reply)
             await _wait(self._urgent, self._interval_seconds())
+
+    async def _message(self, report: WorkerReport) -> WorkerReport:
+        """Return the report as it is sent.
+
+        Shards that the coordinator has would cost it more than the rest of the report.
+        """
+        flow = self._sources.flow
+        if flow.known is not None:
+            shards = tuple(s for s in report.shards if s not in flow.known)
+            return replace(report, shards=shards, has_all_shards=False)
+        return replace(report, manifests=await flow.manifests())
 
 
 def _awaited(report: WorkerReport) -> tuple[object, ...]:

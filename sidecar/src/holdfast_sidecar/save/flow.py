@@ -18,8 +18,17 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.rank_layout import LayoutDigests
-from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.messages.codec import MAX_REPORTED
+from holdfast_core.ids import (
+    CheckpointId,
+    Digest,
+    Rank,
+    RestartRound,
+    Step,
+    TierName,
+    Worker,
+    age_of,
+)
+from holdfast_core.messages.codec import MAX_LISTED, MAX_REPORTED
 from holdfast_core.messages.schema import (
     CopyReply,
     CopyRequest,
@@ -240,6 +249,11 @@ class Flow:
     def table(self) -> tuple[ReportedShard, ...]:
         """What a report lists of the own shards: see `plan.table`."""
         return table(self._shards.values(), self._current().copy_targets(), MAX_REPORTED)
+
+    async def manifests(self) -> tuple[CheckpointId, ...]:
+        """Return the newest checkpoints of the job whose manifest is on this node, oldest first."""
+        found = await self._tiers.checkpoints(self._pod.job_uid)
+        return tuple(sorted(found, key=age_of)[-MAX_LISTED:])
 
     @property
     def is_known(self) -> bool:
