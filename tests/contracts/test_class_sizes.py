@@ -41,7 +41,7 @@ ALLOWED = {
     "sidecar.Outbox": "It keeps what each member has acknowledged, and the messages that members share.",
     "sidecar.Settings": SETTINGS,
     "sidecar.Sidecar": WIRING,
-    "sidecar.Uploads": "One machine decides which uploads run, wait and are repeated.",
+    "sidecar.GangUploads": "One machine decides which uploads run, wait and are repeated.",
     "trainer_sdk.Checkpointer": "It is the public interface of the SDK: training scripts call its methods.",
     "trainer_sdk.FolderPlace": "It offers each operation of a place of checkpoints for a folder.",
     "trainer_sdk.FolderStart": "A start keeps what was asked for, rejected, skipped and agreed on.",

@@ -9,7 +9,7 @@ from tests.support.sidecar.ledgers import LAYOUT, commit, new_ledger, shard_info
 from holdfast_core.ids import Rank, Step
 from holdfast_core.messages.schema import RankSaves
 from holdfast_sidecar.coordinator.ledger import Ledger
-from holdfast_sidecar.coordinator.plan import Choice, choose
+from holdfast_sidecar.coordinator.plan import SlotChoice, choose
 
 FAST, SLOW = 0, 1
 
@@ -27,7 +27,7 @@ def saves(rank: int, *waiting: int, writing: int | None = None, newest: int = 0)
     )
 
 
-def weigh(ledger: Ledger, *reported: RankSaves) -> Choice:
+def weigh(ledger: Ledger, *reported: RankSaves) -> SlotChoice:
     """Choose as the coordinator does. The fast rank has nothing in its slots unless it is reported."""
     found = {Rank(FAST): RankSaves(Rank(FAST), Step(0)), **{s.rank: s for s in reported}}
     choice = choose(ledger, found)
@@ -46,8 +46,10 @@ def test_the_newest_step_is_chosen_and_older_ones_are_dropped_in_order() -> None
     ledger = new_ledger()
     written(ledger, 2, 3, 4)
     busy = weigh(ledger, saves(SLOW, 2, 3, 4, writing=1))
-    assert busy == Choice(None, (Step(2), Step(3)), Step(4)), "the rank is busy: nothing is pinned"
-    assert weigh(ledger, saves(SLOW, 4)) == Choice(Step(4), (), Step(4))
+    assert busy == SlotChoice(None, (Step(2), Step(3)), Step(4)), (
+        "the rank is busy: nothing is pinned"
+    )
+    assert weigh(ledger, saves(SLOW, 4)) == SlotChoice(Step(4), (), Step(4))
 
 
 def test_a_written_step_that_lacks_its_manifest_holds_up_no_other_one() -> None:
@@ -63,8 +65,8 @@ def test_a_written_step_that_lacks_its_manifest_holds_up_no_other_one() -> None:
 def test_steps_up_to_the_restore_point_are_dropped() -> None:
     """A script that counts from 0 after a restore saves them. No report of such a shard is accepted."""
     waiting = {Rank(rank): saves(rank, 2, 3) for rank in (FAST, SLOW)}
-    assert choose(new_ledger(), waiting, base=Step(2)) == Choice(Step(3), (Step(2),), Step(3))
-    assert choose(new_ledger(), waiting, base=Step(9)) == Choice(None, (Step(2), Step(3)), None)
+    assert choose(new_ledger(), waiting, base=Step(2)) == SlotChoice(Step(3), (Step(2),), Step(3))
+    assert choose(new_ledger(), waiting, base=Step(9)) == SlotChoice(None, (Step(2), Step(3)), None)
 
 
 def test_the_chosen_step_stays_until_it_is_local() -> None:
@@ -73,9 +75,9 @@ def test_the_chosen_step_stays_until_it_is_local() -> None:
     assert weigh(ledger, saves(SLOW, 4)).chosen == 4
     written(ledger, 5, 6)
     choice = weigh(ledger, saves(SLOW, 5, 6, writing=4))
-    assert choice == Choice(Step(4), (Step(5),), Step(6))
+    assert choice == SlotChoice(Step(4), (Step(5),), Step(6))
     commit(ledger, 4)
-    assert weigh(ledger, saves(SLOW, 6)) == Choice(Step(6), (), Step(6))
+    assert weigh(ledger, saves(SLOW, 6)) == SlotChoice(Step(6), (), Step(6))
 
 
 def test_a_choice_whose_write_failed_makes_room_for_a_newer_one() -> None:
@@ -89,7 +91,7 @@ def test_a_step_that_a_rank_has_no_longer_is_dropped_by_the_others() -> None:
     ledger = new_ledger()
     assert weigh(ledger, saves(FAST, 4), saves(SLOW, 4)).chosen == 4
     lost = weigh(ledger, saves(FAST, 4), saves(SLOW, newest=4))
-    assert lost == Choice(None, (Step(4),), None)
+    assert lost == SlotChoice(None, (Step(4),), None)
 
 
 def test_a_dropped_step_is_not_chosen_again() -> None:
@@ -97,7 +99,7 @@ def test_a_dropped_step_is_not_chosen_again() -> None:
     ledger = new_ledger()
     written(ledger, 4, 5)
     assert weigh(ledger, saves(SLOW, 4, 5, writing=3)).dropped == (4,)
-    assert weigh(ledger, saves(SLOW, 4)) == Choice(None, (), None)
+    assert weigh(ledger, saves(SLOW, 4)) == SlotChoice(None, (), None)
 
 
 def test_a_step_that_one_rank_writes_at_once_is_not_chosen() -> None:
@@ -105,14 +107,14 @@ def test_a_step_that_one_rank_writes_at_once_is_not_chosen() -> None:
     ledger = new_ledger()
     written(ledger, 3)
     choice = weigh(ledger, saves(SLOW, 2, 3, writing=1), saves(FAST, writing=2))
-    assert choice == Choice(None, (Step(2),), Step(3))
+    assert choice == SlotChoice(None, (Step(2),), Step(3))
 
 
 def test_a_step_that_only_some_ranks_have_is_never_chosen() -> None:
     ledger = new_ledger()
-    assert weigh(ledger, saves(SLOW, 4, 5)) == Choice()
+    assert weigh(ledger, saves(SLOW, 4, 5)) == SlotChoice()
     found = {Rank(SLOW): saves(SLOW, 4, 5)}
-    assert choose(new_ledger(), found) == Choice(), "the other rank has not reported yet"
+    assert choose(new_ledger(), found) == SlotChoice(), "the other rank has not reported yet"
 
 
 def test_steps_that_another_rank_skipped_are_dropped_so_that_saves_continue() -> None:

@@ -19,7 +19,7 @@ from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.tiers import Pools
-from holdfast_sidecar.coordinator.uploads import COMPARE_SECONDS, Uploads
+from holdfast_sidecar.coordinator.uploads import COMPARE_SECONDS, GangUploads
 
 NEWEST = CheckpointId(Step(20), RestartRound(0))
 
@@ -39,7 +39,7 @@ class World:
             round=self.ledger.round,
             restore_point=RestorePoint(NEWEST.step, NEWEST.round),
         )
-        self.uploads = Uploads(
+        self.uploads = GangUploads(
             CONTRACT,
             message,
             self.tier,

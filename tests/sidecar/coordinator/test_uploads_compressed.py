@@ -15,7 +15,7 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.ids import Step
 from holdfast_core.messages.schema import PersistRequest, Policy, RestorePoint
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.coordinator.uploads import Uploads
+from holdfast_sidecar.coordinator.uploads import GangUploads
 from holdfast_sidecar.wire.server import Versioned
 
 
@@ -37,7 +37,7 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
         )
 
     store = ObjectTier(MemoryObjectStore())
-    uploads = Uploads(
+    uploads = GangUploads(
         CONTRACT,
         round_with(compression),
         store,

@@ -11,7 +11,7 @@ from tests.support.sidecar.ledgers import LAYOUT, acknowledge, new_ledger, shard
 from holdfast_core.ids import RestartRound, Step
 from holdfast_core.messages.schema import Policy, RestorePoint
 from holdfast_sidecar.coordinator.ledger import Ledger
-from holdfast_sidecar.coordinator.uploads import Uploads
+from holdfast_sidecar.coordinator.uploads import GangUploads
 
 
 class Hand:
@@ -31,10 +31,10 @@ def uploads(
     restored: int | None = None,
     last: RestorePoint | None = None,
     clock: Hand | None = None,
-) -> Uploads:
+) -> GangUploads:
     policy = Policy(interval_steps=1, object_every_steps=every, object_every_seconds=seconds)
     point = RestorePoint() if restored is None else RestorePoint(Step(restored), RestartRound(0))
-    return Uploads(
+    return GangUploads(
         CONTRACT,
         Mock(policy=policy, last_persisted=last, round=ledger.round, restore_point=point),
         Mock(),
@@ -47,14 +47,14 @@ def uploads(
     )
 
 
-def local(ledger: Ledger, uploaded: Uploads, step: int) -> None:
+def local(ledger: Ledger, uploaded: GangUploads, step: int) -> None:
     for rank in (0, 1):
         ledger.prepared(Step(step), shard_info(rank), LAYOUT)
     assert acknowledge(ledger, step) == [True]
     uploaded.committed(Step(step))
 
 
-def queued(ledger: Ledger, uploaded: Uploads, *steps: int) -> list[int]:
+def queued(ledger: Ledger, uploaded: GangUploads, *steps: int) -> list[int]:
     """Return which of these steps are queued when they become local, in this order."""
     found = []
     for step in steps:

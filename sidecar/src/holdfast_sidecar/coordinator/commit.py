@@ -58,7 +58,7 @@ from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger, StepEntry
 from holdfast_sidecar.coordinator.outbox import Outbox
 from holdfast_sidecar.coordinator.plan import (
-    Choice,
+    SlotChoice,
     abandoned_steps,
     build_manifest,
     choose,
@@ -67,7 +67,7 @@ from holdfast_sidecar.coordinator.plan import (
     steps_to_prune,
 )
 from holdfast_sidecar.coordinator.slow_ranks import HangWatch, StragglerWatch
-from holdfast_sidecar.coordinator.uploads import Uploads
+from holdfast_sidecar.coordinator.uploads import GangUploads
 from holdfast_sidecar.coordinator.watchdog import CommitAlarm
 from holdfast_sidecar.upkeep.prune import Leftovers, protected_steps, quarantined
 from holdfast_sidecar.wire.client import Peers
@@ -154,7 +154,7 @@ class Coordinator:
             self._acknowledged,
             self._lost,
         )
-        self._uploads = Uploads(
+        self._uploads = GangUploads(
             settings.contract,
             message,
             store,
@@ -500,10 +500,10 @@ class Coordinator:
             delay = max(_WEIGH_AFTER_SECONDS, self._gathered.world_size / _WEIGHED_PER_SECOND)
             self._weighing = loop.call_later(delay, self._weigh)
 
-    def _choice(self) -> Choice:
+    def _choice(self) -> SlotChoice:
         """Return what becomes of the steps that wait in slots. If there are none, this looks at no rank."""
         if not self._gathered.waits and self._ledger.chosen is None:
-            return Choice()
+            return SlotChoice()
         base = self._message.restore_point.step
         return choose(self._ledger, self._gathered.saves(), base)
 

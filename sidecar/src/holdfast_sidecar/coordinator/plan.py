@@ -48,7 +48,7 @@ from holdfast_sidecar.upkeep.prune import protected_steps, quarantined
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SlotChoice:
     """What becomes of the steps that wait in slots."""
 
     chosen: Step | None = None
@@ -64,7 +64,7 @@ class Choice:
         return self.newest is not None or self.chosen is not None
 
 
-def choose(ledger: Ledger, saves: Mapping[Rank, RankSaves], base: Step | None = None) -> Choice:
+def choose(ledger: Ledger, saves: Mapping[Rank, RankSaves], base: Step | None = None) -> SlotChoice:
     """Return the choice that follows from the messages received so far.
 
     Args:
@@ -88,7 +88,7 @@ def choose(ledger: Ledger, saves: Mapping[Rank, RankSaves], base: Step | None = 
         for step in waiting
         if step != chosen and (step < replaced_below or _is_skipped(step, ledger, saves))
     )
-    return Choice(chosen, tuple(sorted(dropped)), newest)
+    return SlotChoice(chosen, tuple(sorted(dropped)), newest)
 
 
 def _chosen(ledger: Ledger, saves: Mapping[Rank, RankSaves], newest: Step | None) -> Step | None:

@@ -40,7 +40,7 @@ COMPARE_SECONDS = 60.0
 _NEWEST = "newest checkpoint in the store"
 
 
-class Uploads:
+class GangUploads:
     """The queue of steps for the object store, and the loop that persists them."""
 
     def __init__(
