@@ -15,7 +15,7 @@ import pytest
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
-from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import (
@@ -103,7 +103,7 @@ class World:
 
 @asynccontextmanager
 async def world(call_seconds: float = 180.0, node: NodeTier | None = None) -> AsyncIterator[World]:
-    made = World(call_seconds, node or MemoryTier())
+    made = World(call_seconds, node or ScratchTier())
     try:
         yield made
     finally:
@@ -113,7 +113,7 @@ async def world(call_seconds: float = 180.0, node: NodeTier | None = None) -> As
 
 
 def shard(step: int = 7) -> ShardRecord:
-    return MemoryTier().write_shard(shard_header(SIZE, step=step), BytesSource(payload(SIZE)))
+    return ScratchTier().write_shard(shard_header(SIZE, step=step), BytesSource(payload(SIZE)))
 
 
 async def test_the_layout_is_durable_before_the_copy_and_requested_once() -> None:
