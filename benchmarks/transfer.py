@@ -42,7 +42,7 @@ from pathlib import Path
 from tests.support.servers.pki import Authority
 from tests.support.shards.builders import shard_header
 
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import ShardRef
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_core.node.files import set_direct

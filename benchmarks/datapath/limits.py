@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tests.support.servers.pki import Authority
 
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 
 GIB = 1 << 30

@@ -31,7 +31,7 @@ from benchmarks.datapath import files
 from benchmarks.datapath.processes import child_named
 from benchmarks.datapath.saver import MakeSaver, Started
 from holdfast_core.contract import StoreConfig
-from holdfast_core.format.digest import Buffer, digest_of
+from holdfast_core.format.canonical import Buffer, digest_of
 from holdfast_core.ids import Digest, ShardRef
 from holdfast_core.node import shard_file
 from holdfast_core.node.tier import DiskNodeTier

@@ -17,7 +17,7 @@ from typing import TypeVar
 from tests.support.sidecar.contracts import CONTRACT
 
 from benchmarks.ranks.states import PlayedState, llama_70b, many_tensors, moe_1t, unfused_moe
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests, parse_rank_layout
 from holdfast_core.ids import Rank, RestartRound, Step, Worker

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from benchmarks.ranks.gang import SMALL, STATES, Gang, address_of, pod_name, small_layout
 from benchmarks.ranks.http import Client, Served
 from benchmarks.ranks.states import PlayedState
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.codec import dumps, loads

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from xml.etree import ElementTree
 
 from holdfast_core.format import keys
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, ShardRef, Step
 
 PAGE = 1000

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast_core.errors import AlreadyExistsError, NotFoundError, TierError, UnavailableError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.tiers.objects import Listed, ObjectSource, Page
 
 NOW = "(julianday('now') * 86400.0)"

@@ -17,7 +17,7 @@ from holdfast_core.errors import (
     CorruptionError,
     NotFoundError,
 )
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import ByteRange, CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import CHUNK_BYTES, ShardRecord

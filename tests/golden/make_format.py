@@ -16,7 +16,7 @@ from tests.support.shards.builders import (
     shard_header,
 )
 
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.shards.file import FORMAT_VERSION
 
 WORLD_SIZE = 2

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 from tests.golden.make_format import golden_files
 
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
 from holdfast_core.format.payload import parse_payload, unpack_objects
 from holdfast_core.format.rank_layout import parse_rank_layout

@@ -16,7 +16,7 @@ from tests.support.shards.builders import (
 from tests.support.sidecar.contracts import contract_with
 from tests.support.tiers.scratch import ScratchTier
 
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.shards.file import build_manifest

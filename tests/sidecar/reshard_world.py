@@ -15,7 +15,7 @@ from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.faulty import Faults, Faulty
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import JobIdentity, parse_manifest
 from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step, TierName, Worker

@@ -83,7 +83,7 @@ def test_the_graph_follows_each_form_of_import(tmp_path):
 
 def test_a_change_of_this_repository_reaches_its_tests():
     graph = import_graph.importers(ROOT)
-    found = import_graph.distances([Path("core/src/holdfast_core/node/index.py")], graph)
+    found = import_graph.distances([Path("core/src/holdfast_core/node/volume.py")], graph)
     assert found[Path("tests/core/node/test_budget.py")] == 1
     assert Path("tests/operator/render/test_render_pod.py") not in found
 

@@ -24,7 +24,7 @@ from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.persister import DirectoryService
 from holdfast.slots.staging import SlotRing
 from holdfast_core.errors import NotFoundError, SaveFailedError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import LevelReached, Policy, Refusal, SaveFailed, Stage
 from holdfast_core.node.files import TEMP_PREFIX

@@ -268,7 +268,7 @@ OF_NODE = (
     Mutant(
         name="node/room-of-reservations",
         kind=Kind.CHANGED_CONSTANT,
-        file=f"{_NODE}index.py",
+        file=f"{_NODE}volume.py",
         original="return max(0, self.limit_bytes - self._used - self._reserved - self._spare)",
         replacement="return max(0, self.limit_bytes - self._used - self._spare)",
         loses="Two writes at the same time exceed the volume, and Kubernetes evicts the pod.",

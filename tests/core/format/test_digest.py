@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.digest import append_crc, crc32c, digest_of, parse_digest
+from holdfast_core.format.canonical import append_crc, crc32c, digest_of, parse_digest
 
 
 def test_known_values() -> None:

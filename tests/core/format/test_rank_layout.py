@@ -9,8 +9,7 @@ from tests.support.shards.builders import rank_layout
 from tests.support.shards.placements import Tensor, layout_of
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.canonical import dumps_canonical
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of, dumps_canonical
 from holdfast_core.format.rank_layout import (
     LayoutDigests,
     RankLayout,

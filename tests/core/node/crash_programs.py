@@ -40,7 +40,7 @@ from tests.support.shards.builders import (
 from tests.support.tiers.candidates import candidates
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.payload import PayloadPlan
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step

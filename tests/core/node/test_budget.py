@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.errors import CapacityError
-from holdfast_core.node.index import Budget
+from holdfast_core.node.volume import Budget
 
 TERABYTE = 1 << 40
 

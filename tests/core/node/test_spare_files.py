@@ -17,9 +17,8 @@ from tests.support.trainer.launched import until
 
 from holdfast_core.errors import CapacityError
 from holdfast_core.node.files import DurableDirectories
-from holdfast_core.node.index import Budget
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.node.volume import SpareFiles
+from holdfast_core.node.volume import Budget, SpareFiles
 from holdfast_core.shards.file import ShardRecord
 
 SIZE = 300_000

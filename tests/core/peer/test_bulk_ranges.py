@@ -34,7 +34,7 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.format.keys import node_key
 from holdfast_core.messages.codec import MAX_INT
 from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply, Refusal

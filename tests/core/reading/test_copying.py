@@ -26,7 +26,7 @@ from tests.support.shards.placements import (
 from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import CorruptionError, UnavailableError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import ByteRange, Rank
 from holdfast_core.reading import Copying, check_source

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.digest import chunk_digest, crc32c, digest_of
+from holdfast_core.format.canonical import chunk_digest, crc32c, digest_of
 from holdfast_core.shards.file import ChunkTable, table_bytes
 from holdfast_core.shards.stream import TableDigester
 

@@ -17,7 +17,7 @@ from tests.support.tiers.candidates import candidates
 from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import AlreadyExistsError, FormatError, NotFoundError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import LayoutDigests, layout_digests
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step

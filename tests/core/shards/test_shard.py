@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.shards.builders import payload, shard_file, shard_header
 
 from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import Digest, JobUid, ShardRef
 from holdfast_core.shards.file import (
     BLOCK_BYTES,

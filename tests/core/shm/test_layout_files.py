@@ -9,7 +9,7 @@ import pytest
 from tests.support.shards.builders import rank_layout
 
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
-from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.shm.shared_files import LayoutFiles
 
 DOCUMENT = rank_layout()

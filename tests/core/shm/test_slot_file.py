@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.errors import FormatError, HoldfastError, NotFoundError
-from holdfast_core.format.digest import chunk_digest, digest_of
+from holdfast_core.format.canonical import chunk_digest, digest_of
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.shm.slot_file import (
     HEADER_BYTES,

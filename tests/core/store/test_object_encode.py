@@ -12,7 +12,7 @@ from tests.support.shards.builders import payload, shard_header, weights
 from tests.support.shards.shard_files import flip_bit, write_shard
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.coding import WIDTHS, ChunkDecoder
 from holdfast_core.shards.file import FOOTER, Trailer

@@ -13,7 +13,7 @@ from tests.support.shards.builders import shard_header
 from tests.support.shards.shard_files import flip_bit, write_shard
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.store.upload import WholeShard, crc_between
 from holdfast_core.tiers.objects import ObjectInfo, Part, info_of

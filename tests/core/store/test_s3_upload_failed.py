@@ -10,7 +10,7 @@ from tests.support.servers.credentials import StaticCredentials
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import AccessDeniedError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.store.s3.client import S3Client, S3Reply, S3Request
 from holdfast_core.store.s3.credentials import Keys
 from holdfast_core.store.s3.errors import S3Failure

@@ -13,7 +13,7 @@ import pytest
 from tests.support.shards.builders import JOB_UID, manifest, shard_file, shard_header
 from tests.support.tiers.objects import MemoryObjectStore
 
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.keys import job_prefix, shard_key
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.store.commit import commit

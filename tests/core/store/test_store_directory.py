@@ -25,7 +25,7 @@ from tests.support.shards.builders import (
 from tests.support.shards.shard_files import flip_bit
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.keys import manifest_key, shard_key, stored_layout_key
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier

@@ -33,7 +33,7 @@ from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, UnavailableError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.node.files import BufferPool
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.file import CHUNK_BYTES

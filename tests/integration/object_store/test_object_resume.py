@@ -29,7 +29,7 @@ from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import CorruptionError, UnavailableError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import ShardRef
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.store.s3.client import (

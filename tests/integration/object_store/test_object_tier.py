@@ -22,7 +22,7 @@ from holdfast_core.errors import (
     CorruptionError,
     TierError,
 )
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import FileCredentials

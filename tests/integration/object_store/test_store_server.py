@@ -9,7 +9,7 @@ from tests.support.servers.store_server import ServerUnavailableError, StoreServ
 from tests.support.shards.builders import shard_file, shard_header
 from tests.support.tiers.stores import s3_tier
 
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.store.probe import ProbeReason, probe
 
 pytestmark = pytest.mark.integration

@@ -24,7 +24,7 @@ from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import AlreadyExistsError, UnavailableError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.keys import job_prefix, shard_key
 from holdfast_core.format.manifest import Manifest, manifest_shards
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, layout_digests

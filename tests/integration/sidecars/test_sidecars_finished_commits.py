@@ -9,7 +9,7 @@ import pytest
 from tests.support.sidecar.gang import JOB_UID, NAMESPACE, Gang, Gangs, payload
 
 from holdfast_core.errors import HoldfastError, RefusedError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import (
     JobIdentity,
     Manifest,

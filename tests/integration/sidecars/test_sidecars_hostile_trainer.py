@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.sidecar.gang import Gangs
 
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Level
 
 pytestmark = pytest.mark.integration

@@ -14,7 +14,7 @@ from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.errors import RefusedError, UnavailableError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import JobUid, Level, Rank, RestartRound, ShardRef, Step, Worker
 from holdfast_core.messages.schema import (

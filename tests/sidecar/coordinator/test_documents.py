@@ -9,7 +9,7 @@ from tests.support.sidecar import rank_document
 from tests.support.sidecar.contracts import CONTRACT
 
 from holdfast_core.errors import CorruptionError, FormatError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import manifest_digest, parse_manifest, parse_manifest_of
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step

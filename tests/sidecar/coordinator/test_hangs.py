@@ -16,7 +16,7 @@ from holdfast_core.messages.schema import (
     WorkerReport,
 )
 from holdfast_sidecar.coordinator.gathered import Gathered
-from holdfast_sidecar.coordinator.slow_ranks import HangWatch, find_late
+from holdfast_sidecar.coordinator.watchdog import HangWatch, find_late
 
 ROUND = RestartRound(0)
 WORKERS = 3

@@ -16,7 +16,7 @@ from holdfast_core.messages.schema import (
     WorkerReport,
 )
 from holdfast_sidecar.coordinator.gathered import Gathered
-from holdfast_sidecar.coordinator.slow_ranks import StragglerWatch
+from holdfast_sidecar.coordinator.watchdog import StragglerWatch
 
 ROUND = RestartRound(0)
 POLICY = Policy(interval_steps=10, straggler_factor=1.5, straggler_steps=20)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.support.shards.builders import JOB_UID, shard_header
 from tests.support.sidecar.lifecycle_bed import SlowNode, World
 
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Rank, RestartRound, Step, TierName
 from holdfast_core.messages.schema import Progress, RestorePoint
 from holdfast_core.node.tier import DiskNodeTier

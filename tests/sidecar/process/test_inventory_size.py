@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import (
     MAX_RANK,
     MAX_ROUND,

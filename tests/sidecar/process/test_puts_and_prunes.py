@@ -25,8 +25,7 @@ from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.gang.state import RankNotices
-from holdfast_sidecar.process.control import ManifestRequests
-from holdfast_sidecar.process.pruning import Pruner
+from holdfast_sidecar.process.control import ManifestRequests, Pruner
 from holdfast_sidecar.save.incoming import IncomingCopies
 from holdfast_sidecar.wire.intake import LocalConnections
 

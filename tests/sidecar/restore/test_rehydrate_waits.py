@@ -31,7 +31,7 @@ from holdfast_core.errors import (
     NotFoundError,
     UnavailableError,
 )
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Digest, Rank, ShardRef
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.shards.file import ShardRecord

@@ -22,7 +22,7 @@ from holdfast_core.errors import (
     StateMismatchError,
     UnavailableError,
 )
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Rank, TierName, Worker
 from holdfast_core.shards.file import CHUNK_BYTES, ShardRecord, Trailer, trailer_bytes
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name

@@ -26,7 +26,7 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import Digest, Rank, RestartRound, TierName, Worker

@@ -15,7 +15,7 @@ from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.faulty import Fault, Faults
 
 from holdfast_core.errors import RefusedError
-from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.ids import Rank, RestartRound, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import Fill, Filled, RestorePoint, SlotOffer
 from holdfast_core.save.place import RankLayouts

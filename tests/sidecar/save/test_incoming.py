@@ -28,7 +28,7 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Digest, JobUid, RestartRound, ShardRef, TierName, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Member, Refusal
 from holdfast_core.node.tier import DiskNodeTier

@@ -20,7 +20,7 @@ from tests.support.tiers.scratch import ScratchTier
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import peer_dns_name
 from holdfast_core.errors import HoldfastError
-from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.save.place import RankLayouts

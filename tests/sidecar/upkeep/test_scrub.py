@@ -24,7 +24,7 @@ from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import TierError, UnavailableError
-from holdfast_core.format.digest import hex_of
+from holdfast_core.format.canonical import hex_of
 from holdfast_core.ids import Digest, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     ManifestDocument,

@@ -21,7 +21,7 @@ from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.sidecar.served import served
 
 from holdfast_core.contract import operator_dns_name, peer_dns_name
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.report import encode
 from holdfast_core.messages.schema import (

@@ -14,7 +14,7 @@ import pytest
 from tests.support.clock import ManualClock
 
 from holdfast_core.errors import NotFoundError, UnavailableError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,

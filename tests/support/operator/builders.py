@@ -38,7 +38,7 @@ from holdfast_core.api.checkpoint_policy import (
 )
 from holdfast_core.api.training_job import RestoreFromSpec
 from holdfast_core.contract import StoreConfig
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import JobIdentity, Manifest, ManifestShard
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (

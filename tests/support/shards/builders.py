@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast_core.format.canonical import dumps_canonical
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of, dumps_canonical
 from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_shards
 from holdfast_core.format.payload import PayloadPlan, plan_payload
 from holdfast_core.format.rank_layout import (

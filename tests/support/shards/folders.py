@@ -11,8 +11,7 @@ from tests.support.shards.builders import BytesSource, pack_objects
 from tests.support.shards.placements import Tensor, layout_of
 
 from holdfast.directory.choice import JOB_UID
-from holdfast_core.format.canonical import dumps_canonical
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of, dumps_canonical
 from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import CheckpointId, RestartRound, Step

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tests.support.shards.builders import pack_objects
 
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import ManifestShard, manifest_shards
 from holdfast_core.format.payload import plan_payload
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, layout_digests

@@ -15,7 +15,7 @@ from tests.support.sidecar.rounds import first_round
 from tests.support.sidecar.stagers import stager_of
 
 from holdfast_core.errors import UnavailableError
-from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.node.tier import DiskNodeTier

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.sidecar.local import LocalClient
 from tests.support.sidecar.waiting import until
 
-from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import (
     ByteRange,

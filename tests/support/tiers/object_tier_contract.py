@@ -23,7 +23,7 @@ from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
 
 from holdfast.testing.object_store_contract import everything
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, ShardRef, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import CHUNK_BYTES

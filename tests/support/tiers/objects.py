@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.tiers.objects import Listed, ObjectSource, Page
 
 

@@ -21,7 +21,7 @@ from holdfast.directory.choice import JOB_UID, candidates
 from holdfast.directory.commit import Committer
 from holdfast.places import slot_directory
 from holdfast_core.errors import CapacityError, SaveFailedError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier

@@ -13,7 +13,7 @@ from tests.support.trainer.launched import until
 
 from holdfast.connection.link import Link, OpenedFile
 from holdfast_core.errors import HoldfastError, RefusedError, UnavailableError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,

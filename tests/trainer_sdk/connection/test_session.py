@@ -13,7 +13,7 @@ from holdfast.base.handle import SaveHandle, SaveTimeoutError
 from holdfast.connection.session import Session
 from holdfast.slots.staging import Slot, SlotRing
 from holdfast_core.errors import FormatError, RefusedError, SaveFailedError, UnavailableError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import JobUid, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,

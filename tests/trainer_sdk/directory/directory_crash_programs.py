@@ -33,8 +33,7 @@ from holdfast.directory.commit import Committer
 from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.persister import DirectoryService
-from holdfast_core.format.canonical import unsealed
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of, unsealed
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import Fill, LevelReached, Policy, SlotOffer, Stage
 from holdfast_core.node.tier import DiskNodeTier

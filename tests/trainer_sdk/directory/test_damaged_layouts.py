@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 
 Damage = Callable[[Path], None]
 

@@ -14,7 +14,7 @@ from holdfast.directory.choice import JOB_UID, ChosenCheckpoint, choose, load_ch
 from holdfast.directory.commit import Committer
 from holdfast.directory.folder_store import FolderStore
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, ShardRef, Step
 from holdfast_core.node.tier import DiskNodeTier

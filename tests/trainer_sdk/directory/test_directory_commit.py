@@ -14,7 +14,7 @@ from tests.support.shards.builders import BytesSource, payload, rank_layout_and_
 from holdfast.directory.choice import JOB_UID, candidates, next_round
 from holdfast.directory.commit import Committer
 from holdfast_core.errors import HoldfastError, NotFoundError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.keys import layout_key, manifest_key
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests

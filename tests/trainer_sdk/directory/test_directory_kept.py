@@ -13,7 +13,7 @@ from holdfast.directory.persister import DirectoryService, MakeUploads
 from holdfast.directory.saves import Push
 from holdfast.directory.uploads import FolderUploads
 from holdfast.slots.staging import SlotRing
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import CheckpointId, Level, Rank, Step
 from holdfast_core.messages.schema import LevelReached, Policy, Stage
 from holdfast_core.node.tier import manifests_in

@@ -14,7 +14,7 @@ from holdfast.directory.choice import JOB_UID
 from holdfast.directory.commit import Committer, delete_step
 from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.errors import ConfigError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 from holdfast_core.node.tier import DiskNodeTier

@@ -11,7 +11,7 @@ from holdfast.directory.choice import JOB_UID
 from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.persister import DirectoryService
 from holdfast.slots.staging import SlotRing
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Policy, Stage

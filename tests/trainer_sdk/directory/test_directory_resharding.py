@@ -27,7 +27,7 @@ from holdfast_core.errors import (
     StateMismatchError,
     UnavailableError,
 )
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import JobIdentity, Manifest, parse_manifest
 from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step

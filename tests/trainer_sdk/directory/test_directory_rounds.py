@@ -19,7 +19,7 @@ from holdfast.directory.commit import Committer
 from holdfast.directory.open_folder import ServiceOptions, claim_round, keep_round
 from holdfast.directory.persister import DirectoryService
 from holdfast_core.errors import FormatError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step

@@ -17,8 +17,7 @@ from holdfast.directory.commit import Committer
 from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.share import Share, UploadFiles, UploadState
 from holdfast_core.errors import UnreadableError
-from holdfast_core.format.canonical import sealed
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of, sealed
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store_url import parse_store_url

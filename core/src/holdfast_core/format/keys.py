@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.digest import hex_of
+from holdfast_core.format.canonical import hex_of
 from holdfast_core.ids import (
     MAX_RANK,
     MAX_ROUND,

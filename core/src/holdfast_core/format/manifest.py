@@ -13,12 +13,12 @@ from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.canonical import (
     TypedDocument,
     decode_document,
+    digest_of,
     encode_document,
     expect_digest,
     expect_int,
     expect_text,
 )
-from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import checked_job_uid
 from holdfast_core.format.rank_layout import MAX_TENSOR_BYTES, LayoutDigests
 from holdfast_core.ids import (

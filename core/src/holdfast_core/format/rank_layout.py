@@ -14,8 +14,12 @@ from types import MappingProxyType
 import msgspec
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.canonical import TypedDocument, decode_document, encode_document
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import (
+    TypedDocument,
+    decode_document,
+    digest_of,
+    encode_document,
+)
 from holdfast_core.ids import MAX_RANK, ByteRange, Digest, Rank
 
 DTYPE_BYTES = MappingProxyType(

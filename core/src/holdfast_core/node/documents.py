@@ -23,6 +23,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.canonical import (
     SEAL_BYTES,
+    digest_of,
     dumps_canonical,
     expect_int,
     expect_object,
@@ -30,7 +31,6 @@ from holdfast_core.format.canonical import (
     sealed,
     unsealed,
 )
-from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.node.files import (
     DurableDirectories,

@@ -16,7 +16,7 @@ from typing import Self
 from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError
 from holdfast_core.failpoint import failpoint
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.node.files import (
     BufferPool,

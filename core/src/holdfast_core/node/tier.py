@@ -23,7 +23,7 @@ from holdfast_core.errors import (
     UnreadableError,
 )
 from holdfast_core.failpoint import failpoint
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.keys import (
     LAYOUTS,
     layout_key,
@@ -46,7 +46,6 @@ from holdfast_core.node.files import (
     disk_errors,
     fsync_directory,
 )
-from holdfast_core.node.index import VOLUME_ADVICE, IndexEntry, NodeIndex, UnreadableShards
 from holdfast_core.node.scan import (
     UnusedLayouts,
     list_manifests,
@@ -61,7 +60,15 @@ from holdfast_core.node.shard_file import (
     WRITE_BYTES,
     DiskShardReader,
 )
-from holdfast_core.node.volume import QUARANTINE, SPARE, Volume
+from holdfast_core.node.volume import (
+    QUARANTINE,
+    SPARE,
+    VOLUME_ADVICE,
+    IndexEntry,
+    NodeIndex,
+    UnreadableShards,
+    Volume,
+)
 from holdfast_core.node.write import DiskCopyWriter, ShardWrites
 from holdfast_core.shards.file import ShardHeader, ShardRecord, check_header
 from holdfast_core.tiers.base import PayloadSource

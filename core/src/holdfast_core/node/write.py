@@ -14,10 +14,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from holdfast_core.errors import AlreadyExistsError, CapacityError, CorruptionError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Rank, ShardRef
 from holdfast_core.node.files import BufferPool, PoisonedError, TempFile, disk_errors
-from holdfast_core.node.index import IndexEntry, NodeIndex, UnreadableShards
 from holdfast_core.node.scan import shard_path
 from holdfast_core.node.shard_file import (
     READ_BACK_EVERY,
@@ -27,7 +26,7 @@ from holdfast_core.node.shard_file import (
     to_read_back,
     write_payload,
 )
-from holdfast_core.node.volume import Volume
+from holdfast_core.node.volume import IndexEntry, NodeIndex, UnreadableShards, Volume
 from holdfast_core.shards.file import (
     ShardHeader,
     ShardRecord,

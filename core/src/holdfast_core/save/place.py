@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast_core.errors import CorruptionError, NotFoundError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import (
     LayoutDigests,
     RankLayout,

@@ -28,6 +28,9 @@ from typing import Any, Self
 
 from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
 from holdfast_core.format.canonical import (
+    chunk_digest,
+    crc32c,
+    digest_of,
     dumps_canonical,
     expect_digest,
     expect_int,
@@ -36,7 +39,6 @@ from holdfast_core.format.canonical import (
     expect_version,
     loads_canonical,
 )
-from holdfast_core.format.digest import chunk_digest, crc32c, digest_of
 from holdfast_core.format.keys import checked_job_uid
 from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.format.rank_layout import MAX_TENSOR_BYTES, LayoutDigests

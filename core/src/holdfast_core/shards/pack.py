@@ -41,6 +41,8 @@ from typing import Any, Protocol, TypeVar
 
 from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
 from holdfast_core.format.canonical import (
+    crc32c,
+    digest_of,
     dumps_canonical,
     expect_checkpoint,
     expect_digest,
@@ -50,7 +52,6 @@ from holdfast_core.format.canonical import (
     expect_object,
     loads_canonical,
 )
-from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import (
     MAX_RANK,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.digest import Blake3, crc32c
+from holdfast_core.format.canonical import Blake3, crc32c
 from holdfast_core.ids import Digest, ShardRef
 from holdfast_core.shards.file import (
     HEAD_PREFIX,

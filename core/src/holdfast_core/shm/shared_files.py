@@ -30,8 +30,7 @@ from holdfast_core.errors import (
     NotFoundError,
     UnavailableError,
 )
-from holdfast_core.format.canonical import MAX_DOCUMENT_BYTES
-from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.format.canonical import MAX_DOCUMENT_BYTES, digest_of, hex_of
 from holdfast_core.ids import Digest
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -32,7 +32,7 @@ from holdfast_core.errors import (
     HoldfastError,
     NotFoundError,
 )
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, ShardRef

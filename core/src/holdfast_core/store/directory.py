@@ -24,7 +24,7 @@ from holdfast_core.errors import (
     UnavailableError,
     UnreadableError,
 )
-from holdfast_core.format.digest import append_crc, crc32c
+from holdfast_core.format.canonical import append_crc, crc32c
 from holdfast_core.node.files import (
     MAY_PASS,
     TEMP_PREFIX,

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, TierError
 from holdfast_core.format import keys
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import misnamed
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef
 from holdfast_core.shards.file import ShardRecord

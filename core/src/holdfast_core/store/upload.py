@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.digest import append_crc, crc32c
+from holdfast_core.format.canonical import append_crc, crc32c
 from holdfast_core.ids import ByteRange
 from holdfast_core.shards.coding import PLAIN, ChunkEncoder, Coding
 from holdfast_core.shards.file import head_bytes

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.digest import append_crc, crc32c
+from holdfast_core.format.canonical import append_crc, crc32c
 
 MAX_DOCUMENT_BYTES = 64 << 20
 """Longest object that `ObjectStore.get` returns."""

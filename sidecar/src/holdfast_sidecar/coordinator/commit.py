@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from holdfast_core.errors import HoldfastError, RefusedError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import (
     CheckpointId,
     Level,
@@ -66,9 +66,8 @@ from holdfast_sidecar.coordinator.plan import (
     shard_infos,
     steps_to_prune,
 )
-from holdfast_sidecar.coordinator.slow_ranks import HangWatch, StragglerWatch
 from holdfast_sidecar.coordinator.uploads import GangUploads
-from holdfast_sidecar.coordinator.watchdog import CommitAlarm
+from holdfast_sidecar.coordinator.watchdog import CommitAlarm, HangWatch, StragglerWatch
 from holdfast_sidecar.upkeep.prune import Leftovers, protected_steps, quarantined
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.server import Versioned

@@ -28,11 +28,16 @@ from holdfast_sidecar.gang.report import Reporter, Sources
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang, RankNotices
 from holdfast_sidecar.process.components import Components, Resources, open_resources
-from holdfast_sidecar.process.control import Control, ManifestRequests, MetricsPage, Receivers
+from holdfast_sidecar.process.control import (
+    Control,
+    ManifestRequests,
+    MetricsPage,
+    Pruner,
+    Receivers,
+)
 from holdfast_sidecar.process.hook_server import HookServer
 from holdfast_sidecar.process.lifecycle import DIED_STATUS, Deaths, Lifecycle, end_for_sure
 from holdfast_sidecar.process.local import Local
-from holdfast_sidecar.process.pruning import Pruner
 from holdfast_sidecar.restore.components import RestoreComponents
 from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.save.incoming import IncomingCopies

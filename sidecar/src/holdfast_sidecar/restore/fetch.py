@@ -21,7 +21,7 @@ from holdfast_core.errors import (
     UnavailableError,
     UnreadableError,
 )
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import CheckpointId, Digest, Rank, ShardRef, TierName, worker_of

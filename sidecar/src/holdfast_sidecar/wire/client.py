@@ -37,7 +37,7 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES, loads
 from holdfast_core.messages.report import (

@@ -28,7 +28,7 @@ from holdfast_core.errors import (
     HoldfastError,
     RefusedError,
 )
-from holdfast_core.format.digest import PREFIX, parse_digest
+from holdfast_core.format.canonical import PREFIX, parse_digest
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
 from holdfast_core.messages.codec import body_limit_bytes
 from holdfast_core.messages.common import refusal_of

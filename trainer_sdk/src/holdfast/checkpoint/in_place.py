@@ -21,7 +21,7 @@ from typing import Any
 from holdfast.state.loading.destinations import Destinations
 from holdfast.state.loading.restore_target import RestoreTarget
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.format.payload import LENGTH_BYTES, header_bytes, parse_payload
 from holdfast_core.ids import ByteRange, TierName
 from holdfast_core.messages.schema import ShardFile

@@ -46,7 +46,7 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.payload import plan_payload, unpack_objects
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, owner_of, parse_rank_layout
 from holdfast_core.ids import CheckpointId, RestartRound, Step

@@ -27,7 +27,7 @@ from holdfast.state.template import Template, make_template
 from holdfast.state.tensors import RAW, Leaf, bytes_of, is_tensor, own_name, torch_view, view_stored
 from holdfast.state.tree import STATE, Decoder, Encoder, StateDictCache, StateText, is_text
 from holdfast_core.errors import FormatError, UnsupportedStateError
-from holdfast_core.format.digest import digest_of
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.payload import (
     LENGTH_BYTES,
     PayloadPlan,

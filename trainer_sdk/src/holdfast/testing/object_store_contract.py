@@ -16,7 +16,7 @@ from datetime import timedelta
 import pytest
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, HoldfastError, NotFoundError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.tiers.objects import (
     Document,
     Listed,

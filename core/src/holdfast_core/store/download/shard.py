@@ -25,7 +25,7 @@ from typing import Protocol
 
 from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import ShardRef
 from holdfast_core.shards.coding import ChunkDecoder, Coding
 from holdfast_core.shards.file import (

@@ -21,7 +21,7 @@ from minio.time import to_amz_date
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import TierError, UnavailableError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.store.s3.credentials import CredentialsProvider, Keys
 from holdfast_core.store.s3.errors import (
     S3Failure,

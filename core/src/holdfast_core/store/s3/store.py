@@ -16,7 +16,7 @@ from holdfast_core.errors import (
     TierError,
     UnavailableError,
 )
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.canonical import crc32c
 from holdfast_core.store.s3.client import (
     CHECKSUM_HEADER,
     CHECKSUM_MODE,

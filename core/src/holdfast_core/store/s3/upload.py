@@ -28,7 +28,7 @@ from holdfast_core.errors import (
     TierError,
     UnavailableError,
 )
-from holdfast_core.format.digest import append_crc
+from holdfast_core.format.canonical import append_crc
 from holdfast_core.store.s3.client import (
     CHECKSUM_HEADER,
     IF_ABSENT,
