@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tests.support.frameworks.trainings import Training, train_forked
+from tests.support.frameworks.forked import Training, train_forked
 
 from benchmarks.integrations.case import Blocked, Case, all_cases
 from benchmarks.integrations.page import page

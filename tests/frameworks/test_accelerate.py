@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tests.support.frameworks.devices import train_page
-from tests.support.frameworks.trainings import Training, train_forked
+from tests.support.frameworks.forked import Training, train_forked
 from tests.support.gpu import DEVICES
 from torch.utils.data import DataLoader
 

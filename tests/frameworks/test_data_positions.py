@@ -16,7 +16,7 @@ import datasets
 import pytest
 import torch
 import webdataset
-from tests.support.frameworks.trainings import Training, train_forked
+from tests.support.frameworks.forked import Training, train_forked
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from tests.support.frameworks import deepspeed_cpu
 from tests.support.frameworks.devices import train_page
+from tests.support.frameworks.forked import Training, train_forked
+from tests.support.frameworks.kills import Trained
 from tests.support.frameworks.pages import script_of
-from tests.support.frameworks.trainings import Trained, Training, train_forked
 from tests.support.gpu import needs_gpu
 
 import holdfast

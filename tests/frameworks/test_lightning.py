@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.demos.boring_classes import BoringModel
 from tests.support.frameworks.devices import train_page
-from tests.support.frameworks.trainings import Training, train_forked
+from tests.support.frameworks.forked import Training, train_forked
 from tests.support.gpu import DEVICES
 
 import holdfast

@@ -10,9 +10,9 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from tests.support.frameworks.devices import train_page
+from tests.support.frameworks.forked import Training, train_forked
 from tests.support.frameworks.megatron_parts import part
 from tests.support.frameworks.pages import script_of
-from tests.support.frameworks.trainings import Training, train_forked
 from tests.support.gpu import needs_gpu
 from tests.support.shards.shard_files import flip_bit
 

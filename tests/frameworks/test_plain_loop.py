@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.frameworks.trainings import Training, python, train
+from tests.support.frameworks.kills import python, train
 
 SCRIPT = """
 import torch
@@ -31,8 +31,8 @@ def test_a_killed_training_ends_in_the_same_bits(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("whole", "killed")]
     for folder in folders:
         folder.mkdir()
-    whole = train(python(script), Training(folders[0]))
-    killed = train(python(script), Training(folders[1], kills=3, most_steps=5))
+    whole = train(python(script), folders[0])
+    killed = train(python(script), folders[1], kills=3, most_steps=5)
     assert killed.digest == whole.digest
     assert whole.starts == (1,)
     assert max(killed.starts) > 1

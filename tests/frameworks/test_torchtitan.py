@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from tests.support.frameworks.devices import train_page
 from tests.support.frameworks.digest import digest_of
+from tests.support.frameworks.forked import Training, train_forked
 from tests.support.frameworks.pages import script_of
-from tests.support.frameworks.trainings import Training, train_forked
 from tests.support.gpu import DEVICES
 from torch.distributed.checkpoint.state_dict_saver import save as save_as_dcp
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw

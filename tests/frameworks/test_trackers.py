@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.frameworks.forked import Training, train_forked
+from tests.support.frameworks.kills import Trained
 from tests.support.frameworks.pages import PAGES
-from tests.support.frameworks.trainings import Trained, Training, train_forked
 
 STEPS = 30
 PRELOAD = ["torch.utils.tensorboard", "mlflow", "wandb", "holdfast.checkpointer"]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.support.frameworks.devices import train_page
-from tests.support.frameworks.trainings import Training, launched, train, train_forked
+from tests.support.frameworks.forked import Training, train_forked
+from tests.support.frameworks.kills import launched, train
 from tests.support.gpu import DEVICES
 from tests.support.shards.shard_files import flip_bit
 from transformers import TrainerCallback, TrainingArguments
@@ -81,7 +82,7 @@ def test_two_ranks_survive_a_kill_in_the_second_pass(tmp_path: Path) -> None:
     plan = [Training(tmp_path / "whole", ("plain",), ranks=2)]
     (whole,) = train_forked(FEATURES, plan, preload=PRELOAD)
     command = launched(FEATURES, "plain", ranks=2)
-    killed = train(command, Training(tmp_path, kills=1, most_steps=9))
+    killed = train(command, tmp_path, kills=1, seed=0, most_steps=9)
     assert killed.digest == whole.digest
     assert killed.starts[-1] > 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.frameworks.trainings import Training, launched, train
+from tests.support.frameworks.kills import launched, train
 
 SCRIPT = Path(__file__).with_name("train.py")
 MODULES = {"PYTHONPATH": str(Path(__file__).parents[3])}
@@ -20,11 +20,13 @@ def test_a_killed_gang_whose_folder_is_lost_ends_in_the_same_bits(tmp_path: Path
 
     for name in ("reference", "killed"):
         (tmp_path / name).mkdir()
-    whole, killed = (
-        Training(tmp_path / "reference"),
-        Training(tmp_path / "killed", kills=2, most_steps=5),
+    reference = train(command(f"{url}/reference"), tmp_path / "reference", environment=MODULES)
+    found = train(
+        command(f"{url}/killed"),
+        tmp_path / "killed",
+        kills=2,
+        most_steps=5,
+        environment=MODULES,
     )
-    reference = train(command(f"{url}/reference"), whole, environment=MODULES)
-    found = train(command(f"{url}/killed"), killed, environment=MODULES)
     assert found.digest == reference.digest
     assert max(found.starts) > 1, "no run continued from the store"

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.support.frameworks.forked import Training, train_forked
+from tests.support.frameworks.kills import Trained, python, train
 from tests.support.frameworks.pages import script_of
-from tests.support.frameworks.trainings import Trained, Training, python, train, train_forked
 
 _SCRIPTS = Path(__file__).resolve().parents[2] / "frameworks" / "scripts"
 
@@ -54,16 +55,27 @@ def train_page(
     """Train the script of a page without and with kills.
 
     device: "cpu" or "cuda".
-    preload, ranks: see `Training` and `train_forked`. On a GPU they have no effect.
+    preload, ranks: see `forked`. On a GPU they have no effect.
     """
-    whole = Training(folder / "whole", ranks=ranks)
-    killed = Training(folder / "killed", (), kills, 1, least_steps, most_steps, ranks=ranks)
     if device == "cpu":
         script = folder / "train.py"
         script.write_text(script_of(page))
-        first, second = train_forked(script, (whole, killed), preload=preload)
-        return first, second
+        plan = [
+            Training(folder / "whole", ranks=ranks),
+            Training(folder / "killed", (), kills, 1, least_steps, most_steps, ranks=ranks),
+        ]
+        whole, killed = train_forked(script, plan, preload=preload)
+        return whole, killed
     command = python(_SCRIPTS / "page_of_one_rank.py", page, device)
-    for training in (whole, killed):
-        training.folder.mkdir()
-    return train(command, whole), train(command, killed)
+    for name in ("whole", "killed"):
+        (folder / name).mkdir()
+    whole = train(command, folder / "whole")
+    killed = train(
+        command,
+        folder / "killed",
+        kills=kills,
+        seed=1,
+        least_steps=least_steps,
+        most_steps=most_steps,
+    )
+    return whole, killed

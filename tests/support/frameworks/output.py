@@ -4,8 +4,7 @@ A process that reads the output may run late on a busy machine. Without the stop
 before it is killed.
 
 This module is also a program that runs a script: `python -m tests.support.frameworks.output SCRIPT ...`.
-The variable KILL_AFTER gives the number of steps and the signal. Without it, nothing stops the script. With
-RANKS the program runs the script as a gang of so many ranks.
+The variable STEPS_BEFORE_KILL gives the number of steps. Without it, nothing stops the script.
 """
 
 from __future__ import annotations
@@ -14,17 +13,13 @@ import os
 import re
 import runpy
 import signal
-import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-from tests.support.frameworks.digest import digest_of
-
 PROGRAM = __name__
-KILL_AFTER, RANKS = "KILL_AFTER", "RANKS_OF_THE_GANG"
+STEPS_BEFORE_KILL = "STEPS_BEFORE_KILL"
 _STEP = re.compile(r"(?:\[rank \d+\] )?step (\d+)$")
 """A line `step <n>`, also with the prefix of `holdfast run`."""
 
@@ -39,9 +34,7 @@ class Output:
             process kills it. It sends itself any other signal.
     """
 
-    def __init__(
-        self, file: IO[str], kill_after: int | None = None, number: int = signal.SIGKILL
-    ) -> None:
+    def __init__(self, file: IO[str], kill_after: int | None, number: int = signal.SIGKILL) -> None:
         self._file = file
         self._kill_after = kill_after
         self._signal = number
@@ -92,65 +85,12 @@ def read_steps(lines: Iterable[str], wanted: int | None) -> tuple[list[int], lis
 
 
 def main(script: str, *arguments: str) -> None:
-    if RANKS in os.environ:
-        become_rank(int(os.environ[RANKS]))
-    steps, _, number = os.environ.get(KILL_AFTER, "").partition(" ")
-    kill = (int(steps), int(number)) if steps else ()
-    # A rank writes whole lines, because all ranks of a gang have one pipe.
-    sys.stdout = output = Output(os.fdopen(1, "w", 1, closefd=False), *kill)
+    steps = os.environ.get(STEPS_BEFORE_KILL)
+    if steps is not None:
+        sys.stdout = Output(sys.stdout, int(steps))
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    found = runpy.run_path(script, run_name="__main__")
-    if not output.has_digest and isinstance(found.get("model"), torch.nn.Module):
-        print("digest", _digest_of_gang(found["model"]))
-
-
-def _digest_of_gang(model: torch.nn.Module) -> str:
-    """Return the same digest on all ranks, also where each has another part of the model."""
-    own = digest_of(model.state_dict().values())
-    distributed: Any = torch.distributed
-    if not distributed.is_initialized():
-        return own
-    digests: list[str] = [own] * distributed.get_world_size()
-    distributed.all_gather_object(digests, own)
-    return "-".join(sorted(set(digests)))
-
-
-def become_rank(ranks: int) -> None:
-    """Return in one child for each rank. This process hosts their store until all of them have ended.
-
-    It listens before it forks. Otherwise another process could take the port before the store has it.
-    """
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    gang = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "USE_LIBUV": "0",
-    }
-    for rank in range(ranks):
-        if os.fork() == 0:
-            listener.close()
-            os.environ.update(gang, RANK=str(rank), LOCAL_RANK=str(rank))
-            return
-    distributed: Any = torch.distributed  # torch's stubs do not export its stores
-    store = distributed.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        use_libuv=False,
-        master_listen_fd=listener.detach(),
-    )
-    for _ in range(ranks):
-        if os.wait()[1] != 0:
-            os.killpg(0, signal.SIGKILL)  # the others would wait for the rank that failed
-    del store
-    os._exit(0)
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ START, CONNECT = b"s", b"c"
 """Requests: a start, and another process that may ask for starts."""
 TITLE_BYTES = 32 << 10
 """Room for the command line that the child shows in /proc."""
-_MOST_ZYGOTES = 12
+_MOST_ZYGOTES = 4
 """Each has 60 MB of memory, or 250 MB with torch."""
 
 
@@ -124,25 +124,19 @@ class Zygotes:
         self._owner = os.getpid()
         self._given = Zygote(connection)
 
-    def of(self, start: Start, own: Sequence[str] = ()) -> Zygote | None:
-        """Return the zygote for the program. None: the worker has enough zygotes.
-
-        Programs with other modules of their `own` have other zygotes: a framework behaves differently where
-        another one is imported.
-        """
+    def of(self, start: Start) -> Zygote | None:
+        """Return the zygote for the program. None: the worker has enough zygotes."""
         if self._given is not None:
             return self._given
         with_torch = "torch" in {name.partition(".")[0] for name in start.preload}
-        return self.find(start.environment, with_torch=with_torch, own=own)
+        return self.find(start.environment, with_torch=with_torch)
 
-    def find(
-        self, variables: Mapping[str, str], *, with_torch: bool, own: Sequence[str] = ()
-    ) -> Zygote | None:
+    def find(self, variables: Mapping[str, str], *, with_torch: bool) -> Zygote | None:
         """Return the zygote for programs with these variables."""
         early = at_load(ENVIRONMENT)
         late = {name: value for name, value in ENVIRONMENT.items() if name not in early}
         environment = {**late, **at_load(variables)}
-        key = (with_torch, tuple(own), tuple(sorted(environment.items())))
+        key = (with_torch, tuple(sorted(environment.items())))
         with self._lock:
             if key not in self._own and len(self._own) < _MOST_ZYGOTES:
                 self._own[key] = OwnZygote(environment, ("torch",) if with_torch else ())

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, AnyStr
 
@@ -32,7 +31,6 @@ class Popen(subprocess.Popen[AnyStr]):
         *arguments: Any,
         launcher: int | None = None,
         executed: bool = False,
-        preload: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """Start a process.
@@ -41,18 +39,16 @@ class Popen(subprocess.Popen[AnyStr]):
             arguments: Arguments of subprocess.Popen.
             launcher: Connection that the process, a launcher, uses to fork its fork server.
             executed: Whether the process is executed in any case.
-            preload: Further modules to import once. A zygote of their own has them.
             options: Arguments of subprocess.Popen.
         """
         self._executed = executed
         self._launcher: int | None = launcher
-        self._preload = tuple(preload)
         super().__init__(*arguments, **options)
 
     def _execute_child(self, *details: Any) -> None:
         how: dict[str, Any] = dict(zip(_DETAILS, details, strict=True))
-        start = None if self._executed else _start(how, self._launcher, self._preload)
-        zygote = None if start is None else zygotes.of(start, self._preload)
+        start = None if self._executed else _start(how, self._launcher)
+        zygote = None if start is None else zygotes.of(start)
         if start is None or zygote is None:
             super()._execute_child(*details)  # type: ignore[misc]
             return
@@ -134,7 +130,7 @@ def run(
     return done
 
 
-def _start(how: dict[str, Any], launcher: int | None, further: Sequence[str]) -> Start | None:
+def _start(how: dict[str, Any], launcher: int | None) -> Start | None:
     """Return the start for the zygote, or None if only an exec can do what is asked for."""
     arguments = program_arguments(how["args"])
     directory = os.path.abspath(how["cwd"] or os.getcwd())
@@ -152,7 +148,7 @@ def _start(how: dict[str, Any], launcher: int | None, further: Sequence[str]) ->
         return None
     return Start(
         arguments,
-        (*further, *preloads(arguments, directory)),
+        preloads(arguments, directory),
         environment,
         directory,
         descriptors,

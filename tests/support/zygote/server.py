@@ -108,11 +108,8 @@ class Server:
         for name in new:
             with contextlib.suppress(ImportError):
                 module = importlib.import_module(name)
-                if name.startswith(
-                    "holdfast"
-                ):  # it imports the names of __all__ at their first use
-                    for public in getattr(module, "__all__", ()):
-                        getattr(module, public, None)
+                for public in getattr(module, "__all__", ()):  # imports what is imported lazily
+                    getattr(module, public, None)
         if not self._torch:
             del sys.modules["torch"]
         threads = len(list(Path("/proc/self/task").iterdir()))
