@@ -34,7 +34,6 @@ ALLOWED = {
     "operator.Reflector": "A watch and its list change the same copies, versions and times of contact.",
     "operator.Settings": SETTINGS,
     "operator.World": "It has one property for each fact that several policies use.",
-    "sidecar.Coordinator": "It answers each message of the gang for one round.",
     "sidecar.Flow": "It runs each kind of action on the table of own shards, and notes its reply there.",
     "sidecar.Gathered": "It collects each kind of report of the gang for one round.",
     "sidecar.Metrics": METRICS,

@@ -19,7 +19,7 @@ from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tiers import Pools, Tiers
-from holdfast_sidecar.coordinator.commit import Coordinator
+from holdfast_sidecar.coordinator.coordinator import Coordinator
 
 
 class CoordinatorWorld:

@@ -49,6 +49,8 @@ class Gathered:
         self.started = started
         """Monotonic seconds at which this coordinator first had the addresses of all members."""
         self.reports: dict[Worker, WorkerReport] = {}
+        self.has_all = set[Worker]()
+        """The workers that have sent all of their shards."""
         self.barrier_at: float | None = None
         self.first_step_at: float | None = None
         self._open = set[Worker]()

@@ -23,7 +23,7 @@ from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures, Telemetry
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.settings import PORTS_FILE, Settings
-from holdfast_sidecar.coordinator.role import CoordinatorRole
+from holdfast_sidecar.coordinator.coordinator import CoordinatorRole
 from holdfast_sidecar.gang.report import Reporter, Sources
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang, RankNotices

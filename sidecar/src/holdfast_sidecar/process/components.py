@@ -30,7 +30,7 @@ from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tiers import Pools, Tiers
-from holdfast_sidecar.coordinator.role import CoordinatorRole
+from holdfast_sidecar.coordinator.coordinator import CoordinatorRole
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.restore.components import RestoreComponents

@@ -1,0 +1,374 @@
+"""The coordinator of a round, which decides that a step is committed and at which level.
+
+It takes the reports of all workers and answers the operator. commit.py has the way of a step to its levels
+and the retention, uploads.py the way to the store, watchdog.py what watches over the gang, and ending.py the
+end.
+
+The operator decides about rounds. A new coordinator rebuilds this state from one report of each worker, which
+lists all of its shards and the manifests on its node.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from holdfast_core.errors import RefusedError
+from holdfast_core.ids import CheckpointId, Level, Step, TierName, Worker
+from holdfast_core.messages.schema import (
+    CoordinatorState,
+    Failure,
+    GangRequest,
+    Interval,
+    Ok,
+    Prune,
+    PruneReply,
+    Refusal,
+    RestorePoint,
+    Round,
+    Straggler,
+    WorkerReport,
+)
+from holdfast_core.tasks import Signal, Tasks
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.coordinator.commit import Commits, Retention, RoundParts
+from holdfast_sidecar.coordinator.ending import SILENT_SECONDS, GangEnd
+from holdfast_sidecar.coordinator.gathered import Gathered
+from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
+from holdfast_sidecar.coordinator.outbox import Outbox
+from holdfast_sidecar.coordinator.uploads import GangUploads
+from holdfast_sidecar.coordinator.watchdog import CommitAlarm, HangWatch, StragglerWatch
+from holdfast_sidecar.upkeep.prune import Leftovers
+from holdfast_sidecar.wire.client import Peers
+from holdfast_sidecar.wire.server import Versioned
+from holdfast_sidecar.wire.verbs import END, STOP
+
+_SHOWN_STEPS = 16
+_LOOK_SECONDS = 1.0
+"""Interval in which the coordinator looks whether the gang hangs."""
+_COMPARED_PER_SECOND = 4096
+"""Ranks that the search for stragglers compares in a second, at most."""
+
+
+class Coordinator:
+    """Coordinator of one round. It exists while the current ROUND names this sidecar as coordinator."""
+
+    def __init__(
+        self,
+        pod: Pod,
+        message: Round,
+        tiers: Tiers,
+        peers: Peers,
+        failures: Failures,
+    ) -> None:
+        settings, clock = pod.settings, pod.clock
+        contract = settings.contract
+        workers = tuple(Worker(w) for w in range(message.workers))
+        world_size = message.workers * contract.procs_per_worker
+        self._ledger = Ledger(
+            message.round, world_size, workers, expects_copies=_expects_copies(message)
+        )
+        self._gathered = Gathered(frozenset(workers), world_size, clock.monotonic())
+        self._versioned = Versioned()
+        self._tasks = Tasks()
+        changed = Signal[[]]()
+        acknowledged = Signal[[Step, Worker]]()
+        lost = Signal[[Step]]()
+        outbox = Outbox(settings, peers, self._ledger, clock, acknowledged, lost)
+        self._uploads = GangUploads(
+            contract,
+            message,
+            tiers.store,
+            ledger=self._ledger,
+            versioned=self._versioned,
+            pools=tiers.pools,
+            failures=failures,
+            clock=clock,
+            on_change=changed,
+        )
+        self._parts = RoundParts(
+            pod,
+            tiers,
+            failures,
+            message,
+            message.targets(),
+            self._ledger,
+            self._gathered,
+            outbox,
+            self._uploads,
+            changed,
+        )
+        self._retention = Retention(self._parts)
+        self._commits = Commits(self._parts, self._retention)
+        self._end = GangEnd(self._parts, self._commits, self._versioned)
+        changed.subscribe(lambda: self._versioned.bump(urgent=True))
+        changed.subscribe(outbox.wake)
+        acknowledged.subscribe(self._commits.acknowledged)
+        lost.subscribe(self._retention.lost)
+        self._alarm = CommitAlarm(settings, self._ledger, self._gathered, clock, changed)
+        self._hangs = HangWatch(self._gathered, secrets.token_hex(8))
+        self._stragglers = StragglerWatch(self._gathered)
+        self._leftovers = Leftovers(
+            contract,
+            message.round,
+            tiers.store,
+            pools=tiers.pools,
+            clock=clock,
+            uploading=self._uploading,
+        )
+
+    # ------------------------------------------------------------------ life cycle
+
+    def start(self) -> None:
+        self._parts.outbox.start(self._parts.message)
+        self._tasks.spawn(self._uploads.run(), "uploads")
+        self._tasks.spawn(self._uploads.compare(), "comparison with the store")
+        self._tasks.spawn(self._leftovers.run(), "leftovers")
+        self._tasks.spawn(self._retention.make_room(), "room")
+        self._tasks.spawn(self._end.run(), "finish")
+        self._tasks.spawn(self._look_for_hangs(), "hangs")
+        self._tasks.spawn(self._look_for_stragglers(), "stragglers")
+
+    def update(self, message: Round) -> None:
+        """Take over a higher version of the same ROUND."""
+        complete = all(m.address for m in message.members)
+        if complete and not all(m.address for m in self._parts.message.members):
+            self._gathered.started = self._parts.pod.clock.monotonic()
+        self._parts.message = message
+        self._parts.targets = message.targets()
+        self._ledger.expects_copies = _expects_copies(message)
+        self._parts.outbox.update(message)
+        self._uploads.policy(message)
+        self._parts.changed()
+
+    @property
+    def idle(self) -> bool:
+        """See Commits.idle."""
+        return self._commits.idle
+
+    @property
+    def may_end(self) -> bool:
+        """See GangEnd.may_end."""
+        return self._end.may_end
+
+    @property
+    def dropped(self) -> int:
+        """See Commits.dropped."""
+        return self._commits.dropped
+
+    async def close(self) -> None:
+        await self._commits.close()
+        await self._tasks.cancel()
+        await self._parts.outbox.close()
+        self._versioned.close()
+
+    # ------------------------------------------------------------------ messages of members
+
+    def report(self, message: WorkerReport) -> Ok:
+        """Take over a worker's state. Return which of its shards is not accepted."""
+        before = self._gathered.reports.get(message.worker)
+        if not message.has_plan:
+            self._parts.outbox.repeat(message.worker)
+        if message.has_all_shards:
+            self._gathered.has_all.add(message.worker)
+        wants_shards = message.worker not in self._gathered.has_all
+        if wants_shards:
+            # They mean something together with all shards only.
+            message = replace(message, saves=())
+        urgent = self._gathered.receive(message, self._parts.pod.clock.monotonic())
+        listed = self._retention.take_manifests(message)
+        refused = self._commits.take_shards(message)
+        self._retention.look_for_lost(message.worker, everywhere=bool(listed))
+        if before is None or before.saves != message.saves:
+            self._commits.weigh_soon()
+        self._alarm.look(self._parts.message.policy)
+        self._retention.look(message.worker)
+        if urgent or message != before:
+            self._versioned.bump(urgent=urgent)
+        else:
+            self._versioned.tick()
+        return Ok(
+            message.round, wants_shards, refused, self._hangs.token, self._end.waits_for_store
+        )
+
+    def request(self, path: str, message: GangRequest) -> Ok:
+        """Queue a save-now or stop request for worker 0, which runs rank 0, or end the job: stop and persist.
+
+        The same request with the same token has an effect only once. The first step that is committed above
+        the ranks' present progress is persisted.
+        """
+        if path == END:
+            self._end.end_job()
+            path = STOP
+        if self._parts.outbox.request(path, message):
+            progress, base = self._gathered.progress, self._parts.message.restore_point.step
+            known = (base, None if progress is None else progress.last)
+            self._uploads.ask_after(max((s for s in known if s is not None), default=Step(-1)))
+        return Ok(message.round)
+
+    async def prune(self, message: Prune) -> PruneReply:
+        """See Retention.prune."""
+        return await self._retention.prune(message)
+
+    def _uploading(self) -> frozenset[CheckpointId]:
+        return frozenset(self._ledger.uploads.wanted)
+
+    # ------------------------------------------------------------------ state for the operator
+
+    async def state(
+        self, since: int, timeout_seconds: float, quiet_seconds: float, *, acknowledges: bool
+    ) -> CoordinatorState:
+        """Return the state once its version is above `since`, or after the time-out.
+
+        Args:
+            quiet_seconds: Time for which the reply waits for urgent changes only. It has an effect for the
+                operator only.
+            acknowledges: The caller has durably recorded every version up to `since`.
+        """
+        if acknowledges:
+            self._versioned.acknowledge(since)
+            self._versioned.bundle_for(quiet_seconds)
+            self._end.release()
+        await self._versioned.wait_above(since, timeout_seconds)
+        state = self._state()
+        if acknowledges:
+            self._versioned.delivered(state.version)
+        return state
+
+    def levels(self) -> dict[Level, Step | None]:
+        """Return the newest step of this round that has reached each level."""
+        newest = {level: self._ledger.newest(level) for level in Level}
+        return {level: None if e is None else e.step for level, e in newest.items()}
+
+    def _state(self) -> CoordinatorState:
+        gathered = self._gathered
+        return CoordinatorState(
+            version=self._versioned.version,
+            round=self._parts.message.round,
+            steps=self._ledger.states(_SHOWN_STEPS),
+            last_local=_point(self._ledger.newest(Level.LOCAL)),
+            last_replicated=_point(self._ledger.newest(Level.REPLICATED)),
+            last_persisted=self._uploads.last,
+            last_persisted_bytes=self._uploads.last_bytes,
+            newest_is_stored=self._uploads.is_stored,
+            dead=gathered.dead,
+            progress=gathered.progress,
+            failures=self._all_failures(),
+            times=gathered.times,
+            running=gathered.running,
+            cannot_restore=gathered.cannot_restore,
+            restore_may_succeed=gathered.restore_may_succeed,
+            finished=self._end.finished,
+            saves_skipped=gathered.saves_skipped,
+            hang=self._hangs.hang,
+            accepted=gathered.accepted(self._parts.pod.clock.monotonic() - SILENT_SECONDS),
+            stragglers=self._stragglers.found,
+            restored_from=gathered.restored_from,
+        )
+
+    def _all_failures(self) -> tuple[Failure, ...]:
+        """Return all failures in the order in which they are reported.
+
+        Those of node tiers come first, because they explain missing commits; then the commit alarm.
+        """
+        own = (
+            replace(f, worker=self._parts.message.coordinator) for f in self._parts.failures.current
+        )
+        found = tuple(dict.fromkeys((*self._gathered.failures, *own)))
+        nodes = tuple(f for f in found if f.tier is TierName.NODE)
+        return (*nodes, *self._alarm.failures, *(f for f in found if f not in nodes))
+
+    @property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """The slowest ranks, by rank."""
+        return self._stragglers.found
+
+    @property
+    def interval(self) -> Interval | None:
+        """The interval between saves as rank 0 has reported it, if it is given as a time."""
+        return self._gathered.interval
+
+    @property
+    def overdue_seconds(self) -> float:
+        """See CommitAlarm.seconds."""
+        return self._alarm.seconds
+
+    async def _look_for_hangs(self) -> None:
+        changes = logs.Changed()
+        while True:
+            await self._parts.pod.clock.sleep(_LOOK_SECONDS)
+            changed = self._hangs.look(
+                self._parts.message.policy, self._parts.pod.clock.monotonic()
+            )
+            if changed and self._hangs.hang is not None:
+                logs.warning("the gang hangs", detail=self._hangs.hang.message)
+            if self._hangs.at_work:
+                changes.log("no step", self._hangs.at_work, round=self._parts.message.round)
+            else:
+                changes.healthy("no step")
+            if changed:
+                self._versioned.bump(urgent=True)
+
+    async def _look_for_stragglers(self) -> None:
+        # A look compares all ranks, so it is less frequent in a large gang.
+        interval = max(_LOOK_SECONDS, self._gathered.world_size / _COMPARED_PER_SECOND)
+        while True:
+            await self._parts.pod.clock.sleep(interval)
+            if self._stragglers.look(self._parts.message.policy):
+                logs.info("the stragglers have changed", ranks=self._stragglers.ranks)
+                self._versioned.bump(urgent=True)
+
+
+def _expects_copies(message: Round) -> bool:
+    """Return whether steps are copied to peers.
+
+    If not (one worker, or `peer_copies` 0), local implies replicated.
+    """
+    return message.policy.peer_copies > 0 and bool(message.copies)
+
+
+def _point(entry: StepEntry | None) -> RestorePoint | None:
+    return None if entry is None else entry.point()
+
+
+class CoordinatorRole:
+    """Owner of the Coordinator, which exists while the current ROUND names this worker."""
+
+    def __init__(self, pod: Pod, tiers: Tiers, peers: Peers, failures: Failures) -> None:
+        self._pod = pod
+        self._tiers = tiers
+        self._peers = peers
+        self._failures = failures
+        self.coordinator: Coordinator | None = None
+        """None while another worker coordinates, or while the sidecar is sealed."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether no step waits for this worker to raise its level, or to report it to the operator."""
+        return self.coordinator is None or self.coordinator.may_end
+
+    def begin(self, message: Round) -> None:
+        """Coordinate the round if its ROUND names this worker. No Coordinator may exist."""
+        if message.coordinator == self._pod.state.worker:
+            self.coordinator = Coordinator(
+                self._pod, message, self._tiers, self._peers, self._failures
+            )
+            self.coordinator.start()
+
+    async def end(self) -> None:
+        """Stop coordinating, because the round is sealed or another worker coordinates it."""
+        if self.coordinator is not None:
+            coordinator, self.coordinator = self.coordinator, None
+            await coordinator.close()
+
+    def require(self) -> Coordinator:
+        """Return the Coordinator. Raises RefusedError (NOT_COORDINATOR) if there is none."""
+        if self.coordinator is None:
+            raise RefusedError(
+                Refusal.NOT_COORDINATOR,
+                f"worker {self._pod.state.worker} is not the coordinator",
+            )
+        return self.coordinator
