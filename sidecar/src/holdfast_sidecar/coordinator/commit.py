@@ -102,6 +102,8 @@ class Retention:
 
         A quarantined one cannot be restored, so it must not count as one of those that retention keeps.
         """
+        if not message.manifests:  # as in most reports of a large gang
+            return set()
         base, round_, apart = (
             self._parts.message.restore_point.step,
             message.round,
@@ -120,6 +122,8 @@ class Retention:
 
     def look_for_lost(self, worker: Worker, *, everywhere: bool) -> None:
         """Look for listed steps that a worker, or any, has no shard of."""
+        if not self._ledger.listed:
+            return
         workers = self._gathered.has_all if everywhere else self._gathered.has_all & {worker}
         saves = self._gathered.saves(None if everywhere else worker)
         ranks = (Rank(r) for w in workers for r in ranks_of(w, self._contract.procs_per_worker))
