@@ -67,7 +67,8 @@ class RoundParts:
     message: Round
     """The ROUND, in the highest version that was received."""
     targets: Mapping[Worker, tuple[Worker, ...]]
-    """The workers that receive copies of each worker's shards."""
+    """Targets of `message`: the workers that receive copies of each worker's shards. They are kept, because
+    the reports of a gang of which pods end ask for them."""
     ledger: Ledger
     gathered: Gathered
     outbox: Outbox

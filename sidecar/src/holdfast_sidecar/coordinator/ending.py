@@ -157,9 +157,7 @@ class GangEnd:
         return None if comes or self._commits.choice().pending else self._ledger.newest(Level.LOCAL)
 
     def _settled(self) -> bool:
-        if self._gave_up:
-            return True
-        return self._gathered.idle and self._commits.idle
+        return self._gave_up or (self._gathered.idle and self._commits.idle)
 
     def release(self) -> None:
         if self._finished_version is not None and self._versioned.acknowledged(

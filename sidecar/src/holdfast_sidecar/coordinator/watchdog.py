@@ -56,10 +56,16 @@ from statistics import median, median_low
 from holdfast_core.clock import Clock, stamp
 from holdfast_core.ids import Level, Rank, Step, TierName
 from holdfast_core.messages.codec import MAX_STRAGGLERS
-from holdfast_core.messages.common import Policy, RankStack, RankWork
-from holdfast_core.messages.operator import Hang, Straggler
-from holdfast_core.messages.report import RankProgress
-from holdfast_core.messages.schema import Failure, Interval
+from holdfast_core.messages.schema import (
+    Failure,
+    Hang,
+    Interval,
+    Policy,
+    RankProgress,
+    RankStack,
+    RankWork,
+    Straggler,
+)
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.coordinator.gathered import Gathered
