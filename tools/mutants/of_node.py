@@ -90,7 +90,7 @@ OF_NODE = (
     Mutant(
         name="node/two-writers-of-one-identity",
         kind=Kind.DROPPED_LOCK,
-        file=f"{_NODE}write.py",
+        file=f"{_NODE}tier.py",
         original="with self._write_locks[header.rank % _WRITE_LOCKS]:",
         replacement="with suppress():",
         loses="Two payloads are stored as the same step of a rank, and ranks restore different ones.",
@@ -99,7 +99,7 @@ OF_NODE = (
     Mutant(
         name="node/shard-without-fsync",
         kind=Kind.DROPPED_FSYNC,
-        file=f"{_NODE}write.py",
+        file=f"{_NODE}tier.py",
         original="        temp.sync()\n        chunks = to_read_back",
         replacement="        chunks = to_read_back",
         loses="A power cut after a save leaves a shard of zeros under its final name.",
@@ -110,7 +110,7 @@ OF_NODE = (
     Mutant(
         name="node/copy-without-fsync",
         kind=Kind.DROPPED_FSYNC,
-        file=f"{_NODE}write.py",
+        file=f"{_NODE}tier.py",
         original="            temp.sync()\n            with self._lock:",
         replacement="            with self._lock:",
         loses="A step counts as replicated, and the copy is lost with the power of its node.",
@@ -211,7 +211,7 @@ OF_NODE = (
     Mutant(
         name="node/failed-listing-is-empty",
         kind=Kind.IGNORED_EXCEPTION,
-        file=f"{_NODE}scan.py",
+        file=f"{_NODE}documents.py",
         original=(
             "    if not isinstance(error, FileNotFoundError | PermissionError):\n"
             "        raise error"
@@ -225,7 +225,7 @@ OF_NODE = (
     Mutant(
         name="node/renamed-shard",
         kind=Kind.MISSING_CHECK,
-        file=f"{_NODE}scan.py",
+        file=f"{_NODE}documents.py",
         original='if record.header.job_uid != parts[0] or shard_key(record.ref) != "/".join(parts[1:]):',
         replacement="if record.header.job_uid != parts[0]:",
         loses="A shard under the name of another one is restored in its place.",

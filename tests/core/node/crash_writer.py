@@ -14,8 +14,8 @@ from tests.support.crash.failpoints import install_from_env
 from tests.support.shards.builders import JOB_UID, BytesSource, payload, shard_file, shard_header
 
 from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.node.documents import UNUSED_SECONDS, UnusedLayouts
 from holdfast_core.node.files import BufferPool
-from holdfast_core.node.scan import UNUSED_SECONDS, UnusedLayouts
 from holdfast_core.node.tier import DiskNodeTier
 
 SIZE = 200_000

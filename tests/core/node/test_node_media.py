@@ -24,8 +24,8 @@ from holdfast_core.errors import (
     UnreadableError,
 )
 from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.node.documents import list_manifests
 from holdfast_core.node.files import disk_errors
-from holdfast_core.node.scan import list_manifests
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import BLOCK_BYTES, ShardRecord
 

@@ -23,8 +23,8 @@ from tests.support.trainer.launched import until
 
 from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
+from holdfast_core.node.documents import UNUSED_SECONDS, UnusedLayouts
 from holdfast_core.node.files import BufferPool
-from holdfast_core.node.scan import UNUSED_SECONDS, UnusedLayouts
 from holdfast_core.node.shard_file import WRITE_BYTES
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import ShardRecord

@@ -8,14 +8,16 @@ shards and deleted before them. The module does not decide about rounds or about
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.errors import (
     AlreadyExistsError,
+    CapacityError,
     ConfigError,
     CorruptionError,
     NotFoundError,
@@ -33,32 +35,38 @@ from holdfast_core.ids import (
     CheckpointId,
     Digest,
     JobUid,
+    Rank,
     ShardRef,
 )
 from holdfast_core.node.documents import (
     PodRecords,
-    read_document,
-    stored_bytes,
-    write_document,
-)
-from holdfast_core.node.files import (
-    BufferPool,
-    disk_errors,
-    fsync_directory,
-)
-from holdfast_core.node.scan import (
     UnusedLayouts,
     list_manifests,
     locked,
     manifest_path,
     mark,
+    read_document,
     read_shard,
-    scan,
     shard_path,
+    stored_bytes,
+    write_document,
 )
+from holdfast_core.node.files import (
+    BufferPool,
+    PoisonedError,
+    TempFile,
+    disk_errors,
+    fsync_directory,
+)
+from holdfast_core.node.scan import scan
 from holdfast_core.node.shard_file import (
+    READ_BACK_EVERY,
     WRITE_BYTES,
+    DiskCopyWriter,
     DiskShardReader,
+    read_back,
+    to_read_back,
+    write_payload,
 )
 from holdfast_core.node.volume import (
     QUARANTINE,
@@ -69,8 +77,15 @@ from holdfast_core.node.volume import (
     UnreadableShards,
     Volume,
 )
-from holdfast_core.node.write import DiskCopyWriter, ShardWrites
-from holdfast_core.shards.file import ShardHeader, ShardRecord, check_header
+from holdfast_core.shards.file import (
+    ShardHeader,
+    ShardRecord,
+    Trailer,
+    check_header,
+    chunk_count,
+    file_bytes,
+)
+from holdfast_core.shards.stream import PayloadDigester
 from holdfast_core.tiers.base import PayloadSource
 
 _KEPT_BUFFERS = 6
@@ -397,3 +412,147 @@ class DiskNodeTier:
 def manifests_in(root: Path) -> tuple[tuple[JobUid, CheckpointId], ...]:
     """Return the manifests of a node tier that another process may have opened. Reads names only."""
     return tuple(list_manifests(root))
+
+
+_WRITE_ATTEMPTS = 2
+
+
+_WRITE_LOCKS = 64
+
+
+class ShardWrites:
+    """The writes of one node tier. Thread-safe."""
+
+    def __init__(
+        self, volume: Volume, index: NodeIndex, buffers: BufferPool, unreadable: UnreadableShards
+    ) -> None:
+        self._volume = volume
+        self._index = index
+        self._buffers = buffers
+        self._unreadable = unreadable
+        self._lock = threading.Lock()
+        self._write_locks = tuple(threading.Lock() for _ in range(_WRITE_LOCKS))
+        self._chunks_copied = 0
+        self._written: dict[Rank, int] = {}
+        """Number of shards that this process has written for each rank."""
+
+    def write(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        """See NodeTier.write_shard."""
+        # Two writers of one identity run one after the other; the second finds the first one's shard.
+        with self._write_locks[header.rank % _WRITE_LOCKS]:
+            existing = self._existing(header, source)
+            if existing is not None:
+                return existing
+            return self._twice(header, source)
+
+    def begin_copy(self, ref: ShardRef, file_bytes: int) -> DiskCopyWriter:
+        """See NodeTier."""
+        directory, volume = shard_path(self._volume.root, ref).parent, self._volume
+        what = f"copy of rank {ref.rank} step {ref.step}"
+        with ExitStack() as stack:
+            spare = volume.take_spare(directory, file_bytes, stack)
+            new_bytes = _new_bytes(file_bytes, spare)
+            stack.enter_context(volume.reserve(file_bytes, what, new_bytes))
+            with disk_errors(f"creating the {what} in {directory}"):
+                temp = spare or TempFile.create(directory, volume.directories)
+                stack.callback(temp.discard)
+                temp.preallocate(file_bytes)
+                temp.use_direct_io()
+            buffer = stack.enter_context(self._buffers.take_if_room())
+            return DiskCopyWriter(
+                ref, file_bytes, temp, self._publish_copy, buffer, stack.pop_all()
+            )
+
+    def _existing(self, header: ShardHeader, source: PayloadSource) -> ShardRecord | None:
+        """Return the record of an earlier write of the same shard, or None.
+
+        The source is digested and compared, not written again. Raises AlreadyExistsError if the tier
+        holds only other payloads with this identity.
+        """
+        entries = self._index.same_identity(header)
+        if not entries:
+            return None
+        digester = PayloadDigester(header)
+        with self._buffers.take() as buffer:
+            for offset in range(0, header.payload_bytes, len(buffer)):
+                view = buffer[: min(len(buffer), header.payload_bytes - offset)]
+                source.read_into(offset, view)
+                digester.update(view)
+        record, _ = digester.finish()
+        for entry in entries:
+            if entry.record == record:
+                return record
+        raise AlreadyExistsError(
+            f"shard of rank {header.rank} step {header.step} round {header.round}: the tier has "
+            f"payload {entries[0].record.blake3}, refused to write another payload {record.blake3}"
+        )
+
+    def _twice(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        """Write a shard. The second attempt writes all of it to a new file."""
+        size, what = file_bytes(header), f"shard of rank {header.rank} step {header.step}"
+        directory, volume = _directory(self._volume.root, header), self._volume
+        for attempt in range(_WRITE_ATTEMPTS):
+            with ExitStack() as stack:
+                spare = volume.take_spare(directory, size, stack) if attempt == 0 else None
+                stack.enter_context(volume.reserve(size, what, _new_bytes(size, spare)))
+                try:
+                    with disk_errors(f"writing the {what}"):
+                        temp = spare or TempFile.create(directory, volume.directories)
+                        stack.callback(temp.discard)
+                        return self._once(temp, header, source)
+                except PoisonedError as error:
+                    if attempt + 1 == _WRITE_ATTEMPTS:
+                        raise
+                    _LOG.warning("%s: writing the whole shard again, to a new file", error)
+                except CapacityError as error:
+                    # The budget does not cover quotas and files of other programs.
+                    if attempt + 1 < _WRITE_ATTEMPTS and volume.make_room():
+                        continue
+                    raise CapacityError(
+                        f"{error}: needed {size} bytes, {volume.budget.free_bytes()} available"
+                    ) from error
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _once(self, temp: TempFile, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        written = self._written.get(header.rank, 0)
+        temp.preallocate(file_bytes(header))
+        temp.use_direct_io()
+        record, table = write_payload(temp.fd, header, source, self._buffers)
+        temp.sync()
+        chunks = to_read_back(written, chunk_count(header))
+        read_back(temp.fd, record, table, chunks, self._buffers, source.verified)
+        self._publish(temp, record)
+        self._written[header.rank] = written + 1
+        return record
+
+    def _publish_copy(self, temp: TempFile, trailer: Trailer) -> ShardRecord:
+        record = trailer.record
+        with disk_errors(f"committing the copy of {record.ref}"):
+            temp.sync()
+            with self._lock:
+                start = -self._chunks_copied % READ_BACK_EVERY
+                self._chunks_copied += len(trailer.table)
+            chunks = range(start, len(trailer.table), READ_BACK_EVERY)
+            read_back(temp.fd, record, trailer.table, chunks, self._buffers)
+            self._publish(temp, record)
+        return record
+
+    def _publish(self, temp: TempFile, record: ShardRecord) -> None:
+        path, volume = shard_path(self._volume.root, record.ref), self._volume
+        if path.is_dir():  # a rename replaces any file, but no directory
+            volume.quarantine(path, f"{path}: expected a file, found a directory")
+        temp.publish(path)
+        self._unreadable.forget(record.ref)
+        if self._index.add(IndexEntry(record, path)):
+            volume.budget.add(record.file_bytes)
+
+
+def _directory(root: Path, header: ShardHeader) -> Path:
+    any_digest = digest_of(b"")
+    ref = ShardRef(header.job_uid, header.step, header.round, header.rank, any_digest)
+    return shard_path(root, ref).parent
+
+
+def _new_bytes(size: int, spare: TempFile | None) -> int:
+    """Return the bytes that a file of `size` takes from the file system beyond those of the spare file."""
+    return size if spare is None else max(0, size - spare.size_bytes)
