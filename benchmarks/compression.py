@@ -20,8 +20,9 @@ from types import ModuleType
 
 import torch
 
-from holdfast_core.shards.coding import PLAIN, ChunkDecoder, ChunkEncoder
+from holdfast_core.shards.coding import ChunkDecoder, ChunkEncoder
 from holdfast_core.shards.file import CHUNK_BYTES
+from holdfast_core.shards.pack import PLAIN
 
 MIB = 1 << 20
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt" / "train.py"

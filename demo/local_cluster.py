@@ -27,7 +27,6 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.clock import SystemClock
-from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import RestartRound, Worker, is_spare
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
@@ -41,6 +40,7 @@ from holdfast_core.messages.schema import (
     PruneReply,
 )
 from holdfast_core.names import parse_pod_name
+from holdfast_core.net.tls import operator_dns_name, peer_dns_name
 from holdfast_operator.apply.apply import apply, memory_after
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.kube.api import ConflictError

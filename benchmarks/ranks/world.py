@@ -21,10 +21,10 @@ from tests.support.sidecar.waiting import until
 
 from benchmarks.ranks.gang import JOB_UID, PAYLOAD_BYTES, Gang, address_of, pod_name, small_layout
 from benchmarks.ranks.watched import COUNTERS
-from holdfast_core.contract import SidecarContract, operator_dns_name
+from holdfast_core.contract import SidecarContract
 from holdfast_core.ids import Level, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState, Member, Policy, RestorePoint
-from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_core.net.tls import TlsFiles, client_context, operator_dns_name
 
 _KEEP_LAST = 4
 

@@ -15,9 +15,9 @@ from tests.support.shards.builders import shard_file, shard_header
 from tests.support.shards.packs import trailer_of
 
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
-from holdfast_core.shards.coding import PLAIN, ChunkEncoder, Coding
+from holdfast_core.shards.coding import ChunkEncoder
 from holdfast_core.shards.file import head_bytes
-from holdfast_core.shards.pack import FORMAT_VERSION, PackIndex, pack_index
+from holdfast_core.shards.pack import FORMAT_VERSION, PLAIN, Coding, PackIndex, pack_index
 
 CHUNK_BYTES = 4096
 FOLDER = Path(__file__).parent / f"pack_v{FORMAT_VERSION}"

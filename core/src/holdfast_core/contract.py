@@ -58,16 +58,6 @@ TRAINER_CONTAINER = "trainer"
 SIDECAR_CONTAINER = "holdfast-sidecar"
 
 
-def peer_dns_name(pod: str, job_uid: str) -> str:
-    """Return the dNSName of a pod's certificate. Clients verify it as the server name."""
-    return f"{pod}.{job_uid}.holdfast"
-
-
-def operator_dns_name(job_uid: str) -> str:
-    """Return the dNSName of the operator's client certificate for one job."""
-    return f"operator.{job_uid}.holdfast"
-
-
 _ENDPOINT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::([1-9][0-9]{0,4}))?")
 
 

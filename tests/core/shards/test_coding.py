@@ -14,14 +14,8 @@ from tests.support.shards.builders import payload, shard_header
 from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, Rank
-from holdfast_core.shards.coding import (
-    PLAIN,
-    WIDTHS,
-    ChunkDecoder,
-    ChunkEncoder,
-    check_stored,
-    chunk_widths,
-)
+from holdfast_core.shards.coding import ChunkDecoder, ChunkEncoder, chunk_widths
+from holdfast_core.shards.pack import PLAIN, WIDTHS, check_stored
 
 PARTS = (b"\0" * 5000, bytes(range(256)) * 20, payload(3000), b"xyz")
 chunks = st.lists(st.sampled_from(PARTS) | st.binary(max_size=50), max_size=8).map(b"".join)

@@ -15,12 +15,13 @@ from tests.support.shards.packs import trailer_of
 from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, ShardRef, Step
-from holdfast_core.shards.coding import PLAIN, Coding
 from holdfast_core.shards.file import FOOTER
 from holdfast_core.shards.pack import (
     HERE,
     MAX_EARLIER,
+    PLAIN,
     ChunkRun,
+    Coding,
     PackIndex,
     index_bytes_of,
     pack_index,

@@ -14,9 +14,9 @@ from tests.support.shards.shard_files import flip_bit, write_shard
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.node.shard_file import DiskShardReader
-from holdfast_core.shards.coding import WIDTHS, ChunkDecoder
+from holdfast_core.shards.coding import ChunkDecoder
 from holdfast_core.shards.file import FOOTER, Trailer
-from holdfast_core.shards.pack import index_bytes_of, unpack_index, unshared_index
+from holdfast_core.shards.pack import WIDTHS, index_bytes_of, unpack_index, unshared_index
 from holdfast_core.store.s3.upload import MAX_BUFFERED_BYTES, PartSizes, part_sizes
 from holdfast_core.store.upload import CompressedPack
 from holdfast_core.tiers.objects import ObjectInfo, info_of

@@ -22,9 +22,8 @@ from tests.support.tiers.stores import s3_tier
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import CorruptionError
-from holdfast_core.shards.coding import PLAIN, Coding
 from holdfast_core.shards.file import CHUNK_BYTES
-from holdfast_core.shards.pack import PackIndex, pack_index
+from holdfast_core.shards.pack import PLAIN, Coding, PackIndex, pack_index
 from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration

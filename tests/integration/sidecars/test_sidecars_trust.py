@@ -12,7 +12,6 @@ from tests.support.servers.pki import Authority
 from tests.support.sidecar import FakeOperator
 from tests.support.sidecar.gang import Gangs
 
-from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import LayoutDigests
@@ -28,7 +27,7 @@ from holdfast_core.messages.schema import (
     ShardInfo,
     WorkerReport,
 )
-from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_core.net.tls import TlsFiles, client_context, operator_dns_name, peer_dns_name
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.store import copy_shard

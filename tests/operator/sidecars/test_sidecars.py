@@ -15,7 +15,6 @@ from tests.support.operator.bench import (
     pod_view,
 )
 
-from holdfast_core.contract import peer_dns_name
 from holdfast_core.ids import FIRST_SPARE, Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
@@ -27,6 +26,7 @@ from holdfast_core.messages.schema import (
     RestorePoint,
     Round,
 )
+from holdfast_core.net.tls import peer_dns_name
 from holdfast_operator.model.actions import CallPath
 from holdfast_operator.model.job import Reachable
 from holdfast_operator.sidecars.certificates import (

@@ -11,10 +11,9 @@ from tests.support.servers.pki import Authority
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
 
-from holdfast_core.contract import peer_dns_name
 from holdfast_core.ids import Worker
 from holdfast_core.messages.schema import ManifestPut
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.net.tls import TlsFiles, client_context, peer_dns_name, server_context
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.verbs import PATHS
 

@@ -20,7 +20,6 @@ from tests.support.servers.ports import silent_connections
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.sidecar.served import served
 
-from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.report import encode
@@ -31,7 +30,13 @@ from holdfast_core.messages.schema import (
     Suspect,
 )
 from holdfast_core.net.listener import ConnectionLimits, ListenerLimits
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.net.tls import (
+    TlsFiles,
+    client_context,
+    operator_dns_name,
+    peer_dns_name,
+    server_context,
+)
 from holdfast_sidecar.base.rounds import Caller, RoundState
 from holdfast_sidecar.wire.bodies import BodyLimits
 from holdfast_sidecar.wire.server import ControlServer

@@ -18,7 +18,7 @@ from tests.support.sidecar.operator import FakeOperator
 from tests.support.sidecar.processes import SidecarProcess
 from tests.support.sidecar.ranks import FakeRank
 
-from holdfast_core.contract import SidecarContract, StoreConfig, operator_dns_name, peer_dns_name
+from holdfast_core.contract import SidecarContract, StoreConfig
 from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, element_bytes
 from holdfast_core.ids import (
@@ -43,7 +43,7 @@ from holdfast_core.messages.schema import (
     Round,
     UncommittedShard,
 )
-from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_core.net.tls import TlsFiles, client_context, operator_dns_name, peer_dns_name
 from holdfast_sidecar.base.settings import PORTS_FILE
 
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")

@@ -12,7 +12,6 @@ import aiohttp
 from tests.support.sidecar.waiting import DEADLINE_SECONDS
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.contract import peer_dns_name
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
 from holdfast_core.ids import (
@@ -35,6 +34,7 @@ from holdfast_core.messages.schema import (
     Round,
     Seal,
 )
+from holdfast_core.net.tls import peer_dns_name
 from holdfast_sidecar.wire.client import raise_refused
 
 T = TypeVar("T")

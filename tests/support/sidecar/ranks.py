@@ -36,7 +36,7 @@ from holdfast_core.messages.schema import (
     Stage,
     Staged,
 )
-from holdfast_core.save.slots import SlotNote
+from holdfast_core.save.place import SlotNote
 from holdfast_core.shm.slot_file import (
     HEADER_BYTES,
     STATE_OFFSET,

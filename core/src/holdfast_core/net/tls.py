@@ -1,7 +1,7 @@
 """TLS contexts for mutual TLS 1.3 between the pods of a job.
 
 Both sides always present a leaf certificate of the job's CA. A client connects to an address and verifies
-the dNSName that the member list gives (contract.peer_dns_name). A server reads the client's name from its
+the dNSName that the member list gives (`peer_dns_name`). A server reads the client's name from its
 certificate and looks it up in its member list.
 
 The certificates of a job do not expire (ADR 0003). The member list decides what the owner of a leaf may do.
@@ -38,6 +38,16 @@ class TlsFiles:
     def in_directory(cls, directory: Path) -> Self:
         """Return the paths of a mounted Kubernetes TLS Secret: ca.crt, tls.crt and tls.key."""
         return cls(directory / "ca.crt", directory / "tls.crt", directory / "tls.key")
+
+
+def peer_dns_name(pod: str, job_uid: str) -> str:
+    """Return the dNSName of a pod's certificate. Clients verify it as the server name."""
+    return f"{pod}.{job_uid}.holdfast"
+
+
+def operator_dns_name(job_uid: str) -> str:
+    """Return the dNSName of the operator's client certificate for one job."""
+    return f"operator.{job_uid}.holdfast"
 
 
 def use_small_read_buffers() -> None:

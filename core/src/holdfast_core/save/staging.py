@@ -33,9 +33,12 @@ from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Rank, Step
 from holdfast_core.messages.schema import Refusal, SaveFailed, Stage, Staged
 from holdfast_core.pacing import BackgroundLimit
-from holdfast_core.save.place import SavePlace, SavePools, SaveReports, SaveRound
-from holdfast_core.save.slots import (
+from holdfast_core.save.place import (
     OwnedSlot,
+    SavePlace,
+    SavePools,
+    SaveReports,
+    SaveRound,
     SlotNote,
     Where,
     check_slot,

@@ -15,64 +15,17 @@ decoded length is known before decoding, and the caller verifies the bytes with 
 from __future__ import annotations
 
 import struct
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Self
+from collections.abc import Sequence
 
 import zstandard
 
-from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.errors import CorruptionError
 from holdfast_core.format.rank_layout import RankLayout, element_bytes
 from holdfast_core.shards.file import MAX_CHUNK_BYTES, ShardHeader, chunk_count
+from holdfast_core.shards.pack import PLAIN, PLANE_LENGTH_BYTES, WIDTHS
 
-PLAIN = 0
-WIDTHS = (1, 2, 4, 8)
 LEVEL = 1
 """zstd level. Level 3 is slower and does not compress planes of floats better."""
-_LENGTH_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """Stored lengths and widths of consecutive chunks."""
-
-    starts: array[int]
-    """Unsigned 64-bit offset of each chunk in the object, and the end of the last chunk. Only
-    differences are meaningful: the origin is arbitrary. A chunk that is stored elsewhere has length 0."""
-    widths: bytes
-    """Width of each chunk: PLAIN or one of WIDTHS."""
-
-    @classmethod
-    def of(cls, lengths: Iterable[int], widths: bytes) -> Self:
-        """Return the coding of chunks with these stored lengths in bytes."""
-        return cls(array("Q", accumulate(lengths, initial=0)), widths)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Stored length of each chunk in bytes."""
-        return [stop - start for start, stop in pairwise(self.starts)]
-
-    def cut(self, start: int, stop: int) -> Coding:
-        """Return the coding of the chunks at positions start..stop-1."""
-        return Coding(self.starts[start : stop + 1], self.widths[start:stop])
-
-    def stored_bytes(self, start: int, stop: int) -> int:
-        """Return the stored length of the chunks at positions start..stop-1 in bytes."""
-        return self.starts[stop] - self.starts[start]
-
-
-def check_stored(length: int, width: int, chunk_bytes: int) -> None:
-    """Check a chunk's stored length and width. Raises FormatError if the encoder cannot produce them."""
-    if width == PLAIN:
-        possible = length == chunk_bytes
-    else:
-        possible = width in WIDTHS and width * _LENGTH_BYTES <= length < chunk_bytes
-    if not possible:
-        raise FormatError(
-            f"a chunk of {chunk_bytes} bytes with width {width} stored in {length} bytes"
-        )
 
 
 class ChunkEncoder:
@@ -118,7 +71,7 @@ class ChunkDecoder:
                 )
             place[:] = stored
             return
-        start = width * _LENGTH_BYTES
+        start = width * PLANE_LENGTH_BYTES
         if len(stored) < start:
             raise CorruptionError(
                 f"{len(stored)} bytes are stored, less than the sum of the planes"

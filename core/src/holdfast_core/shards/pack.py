@@ -37,7 +37,8 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, Self, TypeVar
 
 from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
 from holdfast_core.format.canonical import (
@@ -63,7 +64,6 @@ from holdfast_core.ids import (
     ShardRef,
     Step,
 )
-from holdfast_core.shards.coding import Coding, check_stored
 from holdfast_core.shards.file import (
     FOOTER,
     MAX_CHUNKS,
@@ -222,6 +222,57 @@ _MAX_INDEX_BYTES = table_bytes(MAX_CHUNKS) + _CHUNK_BYTES * MAX_CHUNKS + 2 * MAX
 _FIELDS = frozenset({"base", "blake3", "chunkTable", "formatVersion", "header", "sources"})
 _SOURCE_FIELDS = frozenset({"blake3", "rank", "restartRound", "step"})
 _BASE_FIELDS = frozenset({"restartRound", "step"})
+
+
+PLAIN = 0
+
+
+WIDTHS = (1, 2, 4, 8)
+
+
+PLANE_LENGTH_BYTES = 4
+"""Bytes of the length of one plane, at the beginning of a compressed chunk (shards.coding)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """Stored lengths and widths of consecutive chunks."""
+
+    starts: array[int]
+    """Unsigned 64-bit offset of each chunk in the object, and the end of the last chunk. Only
+    differences are meaningful: the origin is arbitrary. A chunk that is stored elsewhere has length 0."""
+    widths: bytes
+    """Width of each chunk: PLAIN or one of WIDTHS."""
+
+    @classmethod
+    def of(cls, lengths: Iterable[int], widths: bytes) -> Self:
+        """Return the coding of chunks with these stored lengths in bytes."""
+        return cls(array("Q", accumulate(lengths, initial=0)), widths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Stored length of each chunk in bytes."""
+        return [stop - start for start, stop in pairwise(self.starts)]
+
+    def cut(self, start: int, stop: int) -> Coding:
+        """Return the coding of the chunks at positions start..stop-1."""
+        return Coding(self.starts[start : stop + 1], self.widths[start:stop])
+
+    def stored_bytes(self, start: int, stop: int) -> int:
+        """Return the stored length of the chunks at positions start..stop-1 in bytes."""
+        return self.starts[stop] - self.starts[start]
+
+
+def check_stored(length: int, width: int, chunk_bytes: int) -> None:
+    """Check a chunk's stored length and width. Raises FormatError if the encoder cannot produce them."""
+    if width == PLAIN:
+        possible = length == chunk_bytes
+    else:
+        possible = width in WIDTHS and width * PLANE_LENGTH_BYTES <= length < chunk_bytes
+    if not possible:
+        raise FormatError(
+            f"a chunk of {chunk_bytes} bytes with width {width} stored in {length} bytes"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ from dataclasses import replace
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.canonical import append_crc, crc32c
 from holdfast_core.ids import ByteRange
-from holdfast_core.shards.coding import PLAIN, ChunkEncoder, Coding
+from holdfast_core.shards.coding import ChunkEncoder
 from holdfast_core.shards.file import head_bytes
-from holdfast_core.shards.pack import HERE, PackIndex, pack_index
+from holdfast_core.shards.pack import HERE, PLAIN, Coding, PackIndex, pack_index
 from holdfast_core.tiers.base import ShardReader
 from holdfast_core.tiers.objects import FileRange, Part
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from holdfast_core.contract import CONTROL_PORT, peer_dns_name
+from holdfast_core.contract import CONTROL_PORT
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.ids import JobUid
 from holdfast_core.messages.codec import dumps, loads, reply_limit_bytes
@@ -45,6 +45,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     Refused,
 )
+from holdfast_core.net.tls import peer_dns_name
 from holdfast_operator.model.actions import CallPath
 
 R = TypeVar("R")

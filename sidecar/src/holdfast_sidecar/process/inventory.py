@@ -18,7 +18,7 @@ from holdfast_core.messages.schema import (
     ListedShard,
     UncommittedShard,
 )
-from holdfast_core.save.slots import info_of
+from holdfast_core.save.place import info_of
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_sidecar.base import logs

@@ -7,8 +7,7 @@ from functools import partial
 from holdfast_core.ids import Level, Step, TierName
 from holdfast_core.messages.schema import SaveFailed, Stage
 from holdfast_core.pacing import BackgroundLimit
-from holdfast_core.save.place import RankLayouts, SavePlace
-from holdfast_core.save.slots import SlotNotes
+from holdfast_core.save.place import RankLayouts, SavePlace, SlotNotes
 from holdfast_core.save.staging import Stager
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.tasks import Signal

@@ -37,8 +37,7 @@ from holdfast_core.messages.schema import (
     RefusedShard,
     ReportedShard,
 )
-from holdfast_core.save.place import RankLayouts
-from holdfast_core.save.slots import info_of
+from holdfast_core.save.place import RankLayouts, info_of
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.rules import StoredAs

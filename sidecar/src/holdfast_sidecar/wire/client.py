@@ -26,7 +26,7 @@ from urllib.parse import urlencode
 
 import aiohttp
 
-from holdfast_core.contract import SidecarContract, peer_dns_name
+from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
@@ -56,6 +56,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     Refused,
 )
+from holdfast_core.net.tls import peer_dns_name
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base.rounds import Caller, RoundState, is_of_coordinator, next_hop
 from holdfast_sidecar.wire.bodies import in_pieces

@@ -22,7 +22,6 @@ from weakref import WeakValueDictionary
 from aiohttp import web
 
 from holdfast_core.clock import Clock, SystemClock
-from holdfast_core.contract import operator_dns_name
 from holdfast_core.errors import (
     FormatError,
     HoldfastError,
@@ -41,6 +40,7 @@ from holdfast_core.messages.schema import (
     Rendezvous,
 )
 from holdfast_core.net.listener import ListenerLimits, Port, dns_names
+from holdfast_core.net.tls import operator_dns_name
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_caller
 from holdfast_sidecar.wire.bodies import Bodies, BodyLimits, ClosedConnections, in_pieces

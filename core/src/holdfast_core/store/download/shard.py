@@ -27,7 +27,7 @@ from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import ShardRef
-from holdfast_core.shards.coding import ChunkDecoder, Coding
+from holdfast_core.shards.coding import ChunkDecoder
 from holdfast_core.shards.file import (
     FindBad,
     ShardHeader,
@@ -41,6 +41,7 @@ from holdfast_core.shards.file import (
     payload_span,
     trailer_offset,
 )
+from holdfast_core.shards.pack import Coding
 from holdfast_core.store.download.stored import (
     READS,
     Extent,

@@ -12,7 +12,6 @@ from functools import cached_property
 
 from holdfast_core.errors import CorruptionError, NotFoundError
 from holdfast_core.ids import ShardRef
-from holdfast_core.shards.coding import Coding
 from holdfast_core.shards.file import (
     BLOCK_BYTES,
     CHUNK_BYTES,
@@ -27,6 +26,7 @@ from holdfast_core.shards.file import (
 from holdfast_core.shards.pack import (
     HERE,
     ChunkRun,
+    Coding,
     PackIndex,
     index_bytes_of,
     overlapping,
