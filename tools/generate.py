@@ -30,7 +30,7 @@ from holdfast_core.api.rules import RULES
 from holdfast_core.contract import METRICS_PORT
 from holdfast_operator.base.metrics import Metrics as OperatorMetrics
 from holdfast_operator.base.settings import DEFAULT_METRICS_PORT as OPERATOR_METRICS_PORT
-from holdfast_sidecar.base.metrics import Metrics as SidecarMetrics
+from holdfast_sidecar.base.telemetry import Metrics as SidecarMetrics
 
 ROOT = Path(__file__).resolve().parent.parent
 CRDS = Path("crds")

@@ -21,10 +21,10 @@ from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.shards.file import build_manifest
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.restore.fetch import Fetcher
 from holdfast_sidecar.restore.rehydrate import Rehydrator

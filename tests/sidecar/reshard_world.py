@@ -28,8 +28,8 @@ from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Backoff, Patience
+from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.restore.fetch import PodPlaces
 from holdfast_sidecar.restore.slot_reader import FillTarget, SlotReader

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast_core.ids import Rank, RestartRound, Step, TierName
-from holdfast_sidecar.base.metrics import Metrics, RankGauges
+from holdfast_sidecar.base.telemetry import Metrics, RankGauges
 
 
 def sample(metrics: Metrics, name: str) -> float:

@@ -17,7 +17,7 @@ from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
 from holdfast_core.messages.schema import Policy, RestorePoint
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.coordinator.uploads import COMPARE_SECONDS, GangUploads
 

@@ -21,9 +21,10 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import Ok, Refusal, RefusedShard, WorkerReport
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.gang.report import Reporter, Sources
-from holdfast_sidecar.gang.state import LocalGang
+from holdfast_sidecar.base.telemetry import RestoreFailures
+from holdfast_sidecar.gang.state import LocalGang, Reporter, Sources
 from holdfast_sidecar.save.flow import own_shard
+from holdfast_sidecar.wire.intake import LocalConnections
 
 NEVER_SECONDS = 3600.0
 
@@ -49,17 +50,12 @@ class Nothing:
     """Parts of the sidecar that have nothing to report."""
 
     idle = True
-    barrier_open = True
     current = ()
     restored = None
     seconds = None
-    cannot_restore = ""
-    restore_may_succeed = False
+    failures = RestoreFailures(lambda: None)
 
     def newest(self, rank: int) -> None:
-        return None
-
-    def take_stacks(self, *_: object) -> None:
         return None
 
 
@@ -77,8 +73,9 @@ class World:
         self.gang = LocalGang(1)
         self.reporter = Reporter(
             Pod(settings, SystemClock(), CurrentRound(first_round())),
-            Sources(self.gang, flow.flow, nothing, nothing, nothing, flow.failures),
+            Sources(self.gang, flow.flow, nothing, nothing, flow.failures),
             cast(Any, coordinator),
+            LocalConnections(),
         )
         self.reporter.start()
 

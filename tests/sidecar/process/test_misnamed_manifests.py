@@ -49,7 +49,7 @@ def tried(point: RestorePoint, node: ScratchTier) -> str:
         try:
             await asyncio.wait_for(changed.wait(), 60)
             assert rehydrator.restored is None
-            return rehydrator.cannot_restore
+            return rehydrator.failures.text
         finally:
             await rehydrator.reset()
             pools.close()

@@ -20,9 +20,9 @@ from holdfast_core.messages.schema import ManifestPut, Ok, Plan
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.save.staging import Room
 from holdfast_core.tasks import Signal
-from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.gang.state import RankNotices
 from holdfast_sidecar.process.control import ManifestRequests, Pruner

@@ -111,20 +111,20 @@ async def test_a_store_that_is_away_for_a_moment_costs_no_round() -> None:
         world.rehydrator.begin(ROUND)
         await world.until(lambda: world.rehydrator.restored is not None)
         assert world.store.asked == 4
-        assert world.rehydrator.cannot_restore == ""
+        assert world.rehydrator.failures.text == ""
 
 
 async def test_a_store_that_stays_away_is_reported_and_called_again() -> None:
     async with running(*[AWAY] * 200) as world:
         world.rehydrator.begin(ROUND)
         await world.until(lambda: world.store.asked >= 2)
-        assert world.rehydrator.cannot_restore == ""
+        assert world.rehydrator.failures.text == ""
         world.clock.advance(PATIENCE_SECONDS)
-        await world.until(lambda: "connection refused" in world.rehydrator.cannot_restore)
-        assert world.rehydrator.restore_may_succeed
+        await world.until(lambda: "connection refused" in world.rehydrator.failures.text)
+        assert world.rehydrator.failures.may_pass
         await world.until(lambda: world.rehydrator.restored is not None)
-        assert not world.rehydrator.restore_may_succeed
-        assert world.rehydrator.cannot_restore == ""
+        assert not world.rehydrator.failures.may_pass
+        assert world.rehydrator.failures.text == ""
 
 
 @pytest.mark.parametrize("final", [NONE, BAD], ids=["no place has it", "all copies are bad"])
@@ -132,9 +132,9 @@ async def test_a_final_failure_is_reported_at_once(final: HoldfastError) -> None
     async with running(final) as world:
         world.rehydrator.begin(ROUND)
         await asyncio.wait_for(world.changed.wait(), 120)
-        assert "rank 0: not in the node tier" in world.rehydrator.cannot_restore
-        assert str(final) in world.rehydrator.cannot_restore
-        assert not world.rehydrator.restore_may_succeed
+        assert "rank 0: not in the node tier" in world.rehydrator.failures.text
+        assert str(final) in world.rehydrator.failures.text
+        assert not world.rehydrator.failures.may_pass
         assert world.store.asked == 1
 
 

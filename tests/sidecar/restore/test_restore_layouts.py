@@ -41,8 +41,8 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.save.place import RankLayouts
 from holdfast_core.shards.file import build_manifest
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Restored

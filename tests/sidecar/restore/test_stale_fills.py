@@ -21,6 +21,7 @@ from holdfast_core.messages.schema import Fill, Filled, RestorePoint, SlotOffer
 from holdfast_core.save.place import RankLayouts
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotHeader, SlotState
 from holdfast_core.tiers.base import ShardReader
+from holdfast_sidecar.base.telemetry import RestoreFailures
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Restored
@@ -79,6 +80,9 @@ class Pod:
         self.path = self.world.slot(root, self.world.layouts[1].payload_bytes)
         self.memory: dict[str, Any] = {}
         self.reported: list[str] = []
+        self.failures: RestoreFailures = RestoreFailures(
+            lambda: self.reported.append(self.failures.text)
+        )
         manifest = self.world.manifest
         ref = self.world.records[1].ref
         self.restored = Restored(
@@ -97,10 +101,6 @@ class Pod:
 
     def namespace_of(self, point: RestorePoint) -> str:
         return NAMESPACE
-
-    def failed(self, rank: Rank, text: str, *, is_final: bool = True) -> None:
-        if text != (self.reported[-1] if self.reported else ""):
-            self.reported.append(text)
 
     # -------------------------------------------------------------- for the tests
 

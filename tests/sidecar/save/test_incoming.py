@@ -35,10 +35,10 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.store.download.shard import Copied
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base.failures import PEER_FULL, reason_of
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import Caller
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import PEER_FULL, reason_of
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.save.incoming import IncomingCopies
 

@@ -26,8 +26,8 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.save.staging import WriteOutcome
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
-from holdfast_sidecar.base.failures import NODE_FULL, Failures
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import NODE_FULL, Failures
 from holdfast_sidecar.base.tiers import Pools
 
 ROUND = RestartRound(0)

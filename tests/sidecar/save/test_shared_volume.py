@@ -25,8 +25,8 @@ from holdfast_core.messages.schema import Stage
 from holdfast_core.net.tls import peer_dns_name
 from holdfast_core.save.place import RankLayouts, SlotNote, SlotNotes
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, list_slots
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.process.app import start_sidecar
 from holdfast_sidecar.wire.intake import Intake, LocalConnections

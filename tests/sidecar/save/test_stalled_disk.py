@@ -19,8 +19,8 @@ from holdfast_core.save.staging import WriteOutcome
 from holdfast_core.shm.slot_file import SlotState
 from holdfast_core.tasks import until_done
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
-from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Pools
 
 JOB = JobUid("5d4a")

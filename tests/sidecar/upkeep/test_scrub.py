@@ -32,10 +32,9 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base.failures import Failures, Telemetry
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Failures, Metrics, Telemetry
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.upkeep.replace import Replacer
 from holdfast_sidecar.upkeep.scrub import Scrubber, ScrubPace, bad_documents

@@ -15,9 +15,9 @@ from tests.support.tiers.scratch import ScratchTier
 from holdfast_core.ids import Step, Worker
 from holdfast_core.messages.schema import Ok, Policy, ReportedShard, WorkerReport
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.coordinator.coordinator import Coordinator
 

@@ -17,10 +17,9 @@ from holdfast_core.ids import Digest, RestartRound, ShardRef, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Ok
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.base.failures import Failures, Telemetry
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Failures, Metrics, Telemetry
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.save.flow import Flow
 from holdfast_sidecar.wire.bulk import Members

@@ -23,10 +23,9 @@ from holdfast_core.save.staging import Stager, WriteOutcome
 from holdfast_core.shards.file import ShardHeader, ShardRecord
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.tiers.base import PayloadSource
-from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Failures, Metrics
 from holdfast_sidecar.base.tiers import Pools
 
 RANK, ROUND = Rank(0), RestartRound(0)

@@ -23,11 +23,10 @@ from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.save.place import RankLayouts
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.tasks import Signal
-from holdfast_sidecar.base.failures import Failures, Telemetry
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Failures, Metrics, Telemetry
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.process.components import Components

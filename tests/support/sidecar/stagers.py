@@ -7,11 +7,10 @@ from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.save.place import RankLayouts
 from holdfast_core.save.staging import Stager
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base.failures import Failures, Telemetry
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Failures, Metrics, Telemetry
 from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.save.components import NodeReports, node_place
 

@@ -11,7 +11,7 @@ from holdfast_core.save.place import SavePools
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Pool
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.telemetry import Metrics
 
 _COPY_THREADS = 8
 

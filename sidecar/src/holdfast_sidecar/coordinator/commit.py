@@ -32,8 +32,8 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.tasks import Signal, Tasks
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger, StepEntry

@@ -31,8 +31,8 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.tasks import Signal, Tasks
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.commit import Commits, Retention, RoundParts
 from holdfast_sidecar.coordinator.ending import SILENT_SECONDS, GangEnd

@@ -19,7 +19,7 @@ from holdfast_core.messages.schema import (
     RoundTimes,
     WorkerReport,
 )
-from holdfast_sidecar.base.failures import FULL
+from holdfast_sidecar.base.telemetry import FULL
 
 _MAX_FAILURES = 64
 

@@ -66,8 +66,8 @@ from holdfast_core.messages.schema import (
     RankWork,
     Straggler,
 )
-from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 

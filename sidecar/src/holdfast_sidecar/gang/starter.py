@@ -19,7 +19,6 @@ from holdfast_core.messages.schema import (
     Rendezvous,
     Run,
     StoreAddress,
-    TakeStacks,
 )
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
@@ -58,7 +57,6 @@ class Starter:
         self._last_round: RestartRound | None = None
         self._ended = asyncio.Event()
         self._waiting = logs.Changed()
-        self.barrier_open = False
 
     @property
     def has_launcher(self) -> bool:
@@ -84,7 +82,7 @@ class Starter:
         self._store = None
         known, self._store_known = self._store_known, asyncio.Event()
         known.set()
-        self.barrier_open = False
+        self._gang.barrier_open = False
 
     async def end_ranks(self, round_: RestartRound) -> bool:
         """Have the launcher end all ranks of rounds below `round_`.
@@ -133,7 +131,7 @@ class Starter:
             logs.info("barrier open", round=state.round, step=run.restore_point.step)
             self._gang.running_round = state.round
             self._last_round = state.round
-            self.barrier_open = True
+            self._gang.barrier_open = True
             self._on_change()
 
     # ------------------------------------------------------------------ the launcher
@@ -151,7 +149,7 @@ class Starter:
         if state.accepted is not None and state.accepted.store_host == state.worker:
             self._connections.push_launcher(HostStore(state.round))
         if hello.round == state.round:
-            self.barrier_open = True
+            self._gang.barrier_open = True
         elif hello.round is None and hello.last_round == state.round:
             # Ranks that returned are lost as well: nothing else makes them run again.
             self._gang.lost(map(Rank, state.own_ranks), "trainer container restarted")
@@ -188,18 +186,6 @@ class Starter:
             self._gang.running_round = None
             self._ended.set()
             self._on_change()
-
-    def take_stacks(self, round_: RestartRound, token: str) -> None:
-        """Request the stacks of this pod's ranks from the launcher, unless it has sent those of `token`.
-
-        A report is sent every few seconds, and each reply repeats the request: a launcher that was not
-        connected, or is slow, receives it again and answers each token once. Without a token, the stacks are
-        not needed any longer.
-        """
-        if not token:
-            self._gang.stacks_token, self._gang.stacks = "", ()
-        if token and round_ == self._pod.current().round and token != self._gang.stacks_token:
-            self._connections.push_launcher(TakeStacks(round_, token))
 
     def store_address(self, message: StoreAddress) -> None:
         """Handle the launcher's StoreAddress: it has opened the TCPStore of this round in this pod."""

@@ -20,13 +20,11 @@ from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.shm.shared_files import opened_directory, replace_file
 from holdfast_core.tasks import Signal
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.failures import Failures, Telemetry
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.settings import PORTS_FILE, Settings
+from holdfast_sidecar.base.telemetry import Failures, Metrics, Telemetry
 from holdfast_sidecar.coordinator.coordinator import CoordinatorRole
-from holdfast_sidecar.gang.report import Reporter, Sources
 from holdfast_sidecar.gang.starter import Starter
-from holdfast_sidecar.gang.state import LocalGang, RankNotices
+from holdfast_sidecar.gang.state import LocalGang, RankNotices, Reporter, Sources
 from holdfast_sidecar.process.components import Components, Resources, open_resources
 from holdfast_sidecar.process.control import (
     Control,
@@ -74,10 +72,8 @@ class Sidecar:
         starter = Starter(pod, gang, connections, peers, lambda: restores.is_here, changed)
         role = CoordinatorRole(pod, tiers, peers, telemetry.failures)
         components = Components(current, saves, restores, gang, starter, role, changed)
-        sources = Sources(
-            gang, saves.flow, saves.stager, restores.rehydrator, starter, telemetry.failures
-        )
-        reporter = Reporter(pod, sources, peers)
+        sources = Sources(gang, saves.flow, saves.stager, restores.rehydrator, telemetry.failures)
+        reporter = Reporter(pod, sources, peers, connections)
         changed.subscribe(reporter.changed)
 
         notices = RankNotices(current, connections)

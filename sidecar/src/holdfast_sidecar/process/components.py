@@ -25,10 +25,10 @@ from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Signal
 from holdfast_core.tiers.objects import ObjectStore
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.coordinator.coordinator import CoordinatorRole
 from holdfast_sidecar.gang.starter import Starter

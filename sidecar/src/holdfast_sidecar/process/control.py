@@ -51,8 +51,6 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.node.tier import BUFFER_LIMIT_BYTES, DiskNodeTier
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import (
     Caller,
@@ -63,10 +61,10 @@ from holdfast_sidecar.base.rounds import (
     refuse_rendezvous,
     refuse_state,
 )
+from holdfast_sidecar.base.telemetry import Failures, Metrics
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.plan import check_put
-from holdfast_sidecar.gang.report import Sources, gauges
-from holdfast_sidecar.gang.state import RankNotices
+from holdfast_sidecar.gang.state import RankNotices, Sources, gauges
 from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.process.lifecycle import Lifecycle
 from holdfast_sidecar.save.components import SaveComponents

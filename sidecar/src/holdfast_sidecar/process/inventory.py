@@ -22,9 +22,9 @@ from holdfast_core.save.place import info_of
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.failures import Telemetry
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.components import SaveComponents
 

@@ -41,9 +41,9 @@ from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.peer.server import CONNECTION_THREAD
 from holdfast_core.tasks import BACKGROUND_TASK, Tasks
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.failures import Telemetry
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import Caller, RoundState, refuse
+from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.process.inventory import Inventories

@@ -27,8 +27,8 @@ from holdfast_core.pacing import BackgroundLimit, bytes_each_step
 from holdfast_core.save.staging import WriteOutcome
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState, fence
+from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.gang.state import RankNotices
 from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.save.flow import own_shard

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from holdfast_core.tasks import Signal
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import Fetcher, PodPlaces
 from holdfast_sidecar.restore.fill import Filler

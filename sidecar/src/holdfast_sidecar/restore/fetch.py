@@ -38,8 +38,8 @@ from holdfast_core.tasks import Pool, Tasks
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource, SourceErrors
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.wire.bulk import BulkPeers, Members
 

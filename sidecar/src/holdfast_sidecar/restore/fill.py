@@ -50,9 +50,9 @@ from holdfast_core.shm.slot_file import (
 )
 from holdfast_core.tasks import Signal
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState, fence
+from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import PodPlaces
 from holdfast_sidecar.restore.rehydrate import Rehydrator, Restored
@@ -145,7 +145,7 @@ class Filler:
             self._end(message.rank, target)
         if attached.message.slot is not None:
             restored.sources[message.rank] = TierName.MEMORY
-        self._rehydrator.failed(message.rank, "")
+        self._rehydrator.failures.healthy(message.rank)
         self.changed()
         return attached
 
@@ -176,7 +176,7 @@ class Filler:
         finally:
             self._end(message.rank, target)
         restored.sources[message.rank] = filled.tier
-        self._rehydrator.failed(message.rank, "")
+        self._rehydrator.failures.healthy(message.rank)
         self.changed()
         return filled
 
@@ -334,7 +334,7 @@ class Filler:
         The error of a stopped fill would be attributed to the next round. Raises RefusedError then.
         """
         target.check()
-        self._rehydrator.failed(rank, f"rank {rank}: {text}", is_final=is_final)
+        self._rehydrator.failures.note(rank, f"rank {rank}: {text}", is_final=is_final)
 
     # ------------------------------------------------------------------ in a thread
 

@@ -5,7 +5,7 @@ verified. A bad copy at a member is reported to it, and the next source is tried
 repeated until a new round begins; the ranks never start without their restore point. If it was saved by
 another number of ranks, only its manifest is brought here.
 
-`cannot_restore` reports to the operator what was tried: immediately if every place replied that it has
+`Rehydrator.failures` report to the operator what was tried: immediately if every place replied that it has
 nothing, and after `Settings.restore_patience_seconds` if a place that may have the data is unreachable
 or busy.
 """
@@ -30,8 +30,8 @@ from holdfast_core.messages.schema import (
 from holdfast_core.tasks import Tasks
 from holdfast_core.tiers.sources import SourceErrors
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.telemetry import Metrics, RestoreFailures
 from holdfast_sidecar.restore.fetch import Fetcher
 
 
@@ -72,24 +72,7 @@ class Rehydrator:
         """What the restore point consists of, once it is on this node."""
         self.seconds: float | None = None
         """How long it took to bring the restore point here."""
-        self._last_failure = ""
-        """Why the restore point is not on this node."""
-        self._is_final = False
-        """Whether every place replied that it has nothing."""
-        self._failed: dict[Rank, str] = {}
-        """Why a rank cannot be restored, by rank. An empty text: it can."""
-        self._final: set[Rank] = set()
-        """The ranks of which no place has a good copy."""
-
-    @property
-    def cannot_restore(self) -> str:
-        """The reasons that are reported to the operator; empty if there are none."""
-        return "; ".join(text for text in (self._last_failure, *self._failed.values()) if text)
-
-    @property
-    def restore_may_succeed(self) -> bool:
-        """Whether a place that may have what is missing is unreachable or busy."""
-        return bool(self.cannot_restore) and not (self._is_final or self._final)
+        self.failures = RestoreFailures(on_change)
 
     async def reset(self) -> None:
         """Cancel everything of the round that ended."""
@@ -97,10 +80,7 @@ class Rehydrator:
         await self._fetcher.reset()
         self.restored = None
         self.seconds = None
-        self._last_failure = ""
-        self._is_final = False
-        self._failed = {}
-        self._final = set()
+        self.failures.clear()
 
     def begin(self, message: Round) -> None:
         """Start to bring the restore point here. Call it once a round."""
@@ -126,20 +106,6 @@ class Rehydrator:
             self._pod.namespace_of(restored.point),
         )
 
-    def failed(self, rank: Rank, text: str, *, is_final: bool = True) -> None:
-        """Set the reason why the rank cannot be restored, and whether no place has a good copy.
-
-        An empty `text` removes it.
-        """
-        if text == self._failed.get(rank, ""):
-            return
-        self._failed[rank] = text
-        if text and is_final:
-            self._final.add(rank)
-        else:
-            self._final.discard(rank)
-        self._on_change()
-
     async def _until_done(self, point: RestorePoint) -> None:
         started = self._pod.clock.monotonic()
         patience = self._pod.patience()
@@ -154,8 +120,7 @@ class Rehydrator:
                 source_errors.failed("this node", error)
             if restored is not None:
                 self.restored = restored
-                self._last_failure = ""
-                self._is_final = False
+                self.failures.clear()
                 self.seconds = self._pod.clock.monotonic() - started
                 self._metrics.rehydrated(self.seconds)
                 logs.info(
@@ -170,10 +135,8 @@ class Rehydrator:
                 logs.warning(
                     "the restore point cannot be read yet", step=point.step, source_errors=text
                 )
-            if text != self._last_failure and (patience.over or not source_errors.retryable):
-                self._last_failure = text
-                self._is_final = not source_errors.retryable
-                self._on_change()
+            if patience.over or not source_errors.retryable:
+                self.failures.note(None, text, is_final=not source_errors.retryable)
             # asyncio.wait_for of Python 3.11 ignores a cancellation that comes with the retry.
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience.next_seconds()):

@@ -23,8 +23,8 @@ from holdfast_core.reading import Reader
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.shm.slot_file import SlotFile, SlotHeader, begin_assembly, begin_shard
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import Patience
+from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.restore.fetch import PodPlaces, PodShardPlace
 

@@ -12,8 +12,8 @@ from holdfast_core.save.staging import Stager
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.tasks import Signal
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base.failures import Telemetry
 from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.flow import Flow
 from holdfast_sidecar.wire.bulk import Members

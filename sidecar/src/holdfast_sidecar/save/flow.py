@@ -43,8 +43,8 @@ from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.rules import StoredAs
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.failures import Telemetry
 from holdfast_sidecar.base.pod import Backoff, Pod
+from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.incoming import OtherTables
 from holdfast_sidecar.save.plan import (

@@ -26,8 +26,8 @@ from holdfast_core.messages.schema import Suspect
 from holdfast_core.tasks import Tasks
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.failures import Telemetry
 from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.upkeep.replace import Replacer
 
