@@ -18,14 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from holdfast.base.handle import RestorePoint, SaveHandle
-from holdfast.base.options import (
-    Folder,
-    IntervalRule,
-    OnSaveError,
-    Options,
-    WhenBusy,
-    require_state,
-)
+from holdfast.base.options import Folder, IntervalRule, OnSaveError, Options, WhenBusy
 from holdfast.base.settings import RankSettings
 from holdfast.checkpoint.decisions import SaveDecision, interval_of
 from holdfast.checkpoint.opened import Opened
@@ -47,6 +40,7 @@ from holdfast.training.loop import (
     TrainingLoop,
     checked_step,
     interrupts_at_end,
+    require_state,
     stop_signal,
 )
 from holdfast_core.errors import ConfigError, CorruptionError, StateDictError
@@ -533,9 +527,8 @@ class Checkpointer:
             self._forget_left("the script itself saved this step")
         parts = self._parts()
         is_important = is_last or parts.decisions.was_requested(checked)
-        waits = self._options.waits or is_important
         with interrupts_at_end():
-            return parts.saves.save(checked, state, waits=waits, is_important=is_important)
+            return parts.saves.save(checked, state, is_important=is_important)
 
     def wait_staged(self) -> None:
         """Make later work on the current CUDA stream wait for the copies of all saves so far.
@@ -726,8 +719,7 @@ class Checkpointer:
         if decision.saves or is_last:
             # A requested save and the last save wait for a free slot instead of being skipped.
             is_important = is_last or decision.is_requested
-            waits = is_important or self._options.waits
-            self._parts().saves.save(step, state, waits=waits, is_important=is_important)
+            self._parts().saves.save(step, state, is_important=is_important)
         else:
             self._status.progress.send()
 

@@ -11,7 +11,6 @@ import math
 import operator
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -58,15 +57,6 @@ def require_seconds(value: Any, what: str) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"Checkpointer({what}={value!r}): expected a number of seconds above 0")
-
-
-def require_state(state: Any, call: str) -> None:
-    """Raise ConfigError unless `state` is a mapping. A script may pass the model itself by mistake."""
-    if not isinstance(state, Mapping):
-        raise ConfigError(
-            f"Checkpointer.{call}: expected the state as a dict of names and objects, such as "
-            f'{{"model": model, "optim": optimizer}}, found {type(state).__name__}'
-        )
 
 
 OnDamage = Literal["older", "raise"]

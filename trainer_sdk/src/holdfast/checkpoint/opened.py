@@ -76,7 +76,9 @@ class Opened:
             status,
             waits=options.waits,
         )
-        self.saves = Saves(place, session, self.saver, self.decisions, status, position)
+        self.saves = Saves(
+            place, session, self.saver, self.decisions, status, position, waits=options.waits
+        )
         self.restorer = Restorer(settings, place, session, self.ring, layouts)
         self.peeker = Peeker(settings, session, self.ring, layouts, self.restorer, store)
 

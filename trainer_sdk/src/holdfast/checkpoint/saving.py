@@ -27,7 +27,7 @@ from holdfast.checkpoint.status import SaveStatus
 from holdfast.connection.session import Session
 from holdfast.places.place import Place, wait_connected
 from holdfast.slots.capacity import node_room_warning
-from holdfast.slots.device import DeviceCopies, PendingCopies, find_device
+from holdfast.slots.device import CudaDevice, DeviceCopies, PendingCopies
 from holdfast.slots.staging import Copier, Slot, SlotRing
 from holdfast.state.sizing import estimated_bytes, slot_bytes
 from holdfast.state.snapshot import (
@@ -39,6 +39,7 @@ from holdfast.state.snapshot import (
     plan_save,
     run_device_copies,
 )
+from holdfast.state.tensors import uses_gpu
 from holdfast.training.inexact_data import inexact_data
 from holdfast.training.loop import Position
 from holdfast_core.errors import DeviceError, SaveFailedError, UnavailableError
@@ -73,9 +74,8 @@ class Saver:
         if self._copies is not None:
             self._copies.wait()
             return
-        device = find_device()
-        if device is not None:
-            self.use(DeviceCopies(device))
+        if uses_gpu():
+            self.use(DeviceCopies(CudaDevice()))
 
     def use(self, copies: DeviceCopies) -> None:
         """Let a device copy the tensors that it holds, from now on. Call it once at most."""
@@ -249,7 +249,10 @@ class Saves:
         decisions: SaveDecisions,
         status: SaveStatus,
         position: Position,
+        *,
+        waits: bool,
     ) -> None:
+        """Create an object that has saved nothing. With `waits`, each save waits for a free slot."""
         self.have_begun = False
         """Whether a save was started since the folder was opened or rolled back. The same on every rank."""
         self.last: Step | None = None
@@ -260,28 +263,26 @@ class Saves:
         self._decisions = decisions
         self._status = status
         self._position = position
+        self._waits = waits
         self._left: SaveHandle | None = None
         """The held save of a loop that was left early."""
         self._left_error: Exception | None = None
         self._has_looked_at_data = False
 
-    def save(
-        self, step: Step, state: Mapping[str, Any], *, waits: bool, is_important: bool
-    ) -> SaveHandle:
+    def save(self, step: Step, state: Mapping[str, Any], *, is_important: bool) -> SaveHandle:
         """Save `step`. A failure raises only if the script asked for it.
 
         Args:
             step: Number of optimizer steps done.
             state: The state.
-            waits: Wait for a free slot.
-            is_important: Wait for the connection as well: nothing follows this save soon.
+            is_important: Wait for a free slot, and for the connection: nothing follows this save soon.
 
         Raises ConfigError where this run may not save.
         """
         self._place.take_for_training()
         self.hand_over_left()
         handle = SaveHandle(step, self._session.current_round, self._saving)
-        slot_seconds = _BUSY_WAIT_SECONDS if waits else 0.0
+        slot_seconds = _BUSY_WAIT_SECONDS if is_important or self._waits else 0.0
         self._start(handle, state, slot_seconds, _BUSY_WAIT_SECONDS if is_important else 0.0)
         if not self._has_looked_at_data:
             self._has_looked_at_data = True

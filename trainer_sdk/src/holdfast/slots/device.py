@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from holdfast.state.optimizers import Writers
 from holdfast.state.snapshot import DeviceCopy, run_device_copies
-from holdfast.state.tensors import is_tensor, torch_module
+from holdfast.state.tensors import is_tensor
 from holdfast_core.errors import DeviceError
 
 _REGISTER_PORTABLE = 1
@@ -75,17 +75,6 @@ class Device(Protocol):
     def unpin(self, address: int) -> None:
         """Undo `pin`. No copy into the memory may be pending. This does not raise."""
         ...
-
-
-def find_device() -> Device | None:
-    """Return the process's device, or None while the process has not used a supported accelerator.
-
-    In that case no tensor of a state can be on one.
-    """
-    torch = torch_module()
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return CudaDevice()
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,12 @@ def torch_module() -> Any | None:
     return sys.modules.get("torch")
 
 
+def uses_gpu() -> bool:
+    """Return whether this process has used a GPU. If not, no tensor of a state can be on one."""
+    torch = torch_module()
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
 def is_tensor(value: object) -> bool:
     torch = sys.modules.get("torch")  # a call of `torch_module` would take as long as the rest
     return torch is not None and isinstance(value, torch.Tensor)

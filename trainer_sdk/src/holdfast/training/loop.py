@@ -66,6 +66,15 @@ def checked_step(value: Any, what: str) -> Step:
     return Step(int(number))
 
 
+def require_state(state: Any, call: str) -> None:
+    """Raise ConfigError unless `state` is a mapping. A script may pass the model itself by mistake."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"Checkpointer.{call}: expected the state as a dict of names and objects, such as "
+            f'{{"model": model, "optim": optimizer}}, found {type(state).__name__}'
+        )
+
+
 class Position:
     """Number of steps that the state of this process has done, as the Checkpointer has recorded it."""
 
