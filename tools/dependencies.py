@@ -24,7 +24,7 @@ REASONS = {
     "verifies on upload.",
     "cryptography": "The certificate authority of a job and its leaves. The standard library cannot issue "
     "certificates.",
-    "kopf": "The operator's process: signals, login, peering off (ADR 0004), and events of our kinds.",
+    "kopf": "The operator's process: signals, start and orderly end (ADR 0004).",
     "kubernetes": "The client of `kubectl holdfast`, which reads the kubeconfig as kubectl does.",
     "minio": (
         "Signatures (SigV4) and credential providers for S3. Holdfast's own client sends the "

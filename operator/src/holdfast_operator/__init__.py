@@ -1,6 +1,6 @@
 """The Holdfast operator: keeps TrainingJobs alive by rounds, restore points and bare pods.
 
-kopf only delivers hints (loop.handlers); the reflectors (watch) are the source of truth. `decide` is pure,
-and `apply` carries out its actions. The operator never handles tensor bytes and holds no keys of an object
-store.
+kopf runs the process (__main__) and watches nothing; the reflectors (watch) are the only watch. `decide` is
+pure, and `apply` carries out its actions. The operator never handles tensor bytes and holds no keys of an
+object store.
 """

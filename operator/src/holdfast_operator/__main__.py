@@ -1,14 +1,24 @@
-"""Start and orderly end of the operator process: settings, logs, signals, ports, the controller and kopf."""
+"""The operator process: kopf runs its life, from the first settings to an orderly end.
+
+kopf handles the signals, starts the parts of the process by its startup handler, and ends them by its cleanup
+handler. It sends no request to the API server, because it cannot hold the copies of our kinds (ADR 0004): the
+reflectors of watch/ are the only watch. This is the only module that imports kopf.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import resource
-import signal
 import sys
+from typing import Any
 
-from holdfast_core.clock import Clock, SystemClock
+import kopf
+
+# kopf exports neither this class nor another way to look for no kinds in the cluster.
+from kopf._cogs.structs.references import Insights
+
+from holdfast_core.clock import SystemClock
 from holdfast_core.errors import ConfigError
 from holdfast_core.net.tls import use_small_read_buffers
 from holdfast_operator.base import logs
@@ -17,7 +27,6 @@ from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.api import KubeAccess, KubeApi, load_access
 from holdfast_operator.kube.leadership import Leadership, LeaseName, LeaseThread
 from holdfast_operator.loop.controller import Controller
-from holdfast_operator.loop.handlers import HandlerInputs, run_kopf
 
 
 def main() -> None:
@@ -38,7 +47,7 @@ def main() -> None:
     # The copies of the watches live long. With Python's own thresholds, full garbage collections took a fifth
     # of the processor time of an operator that followed 1,000 jobs.
     gc.set_threshold(50_000, 10, 10)
-    sys.exit(asyncio.run(run(settings, access)))
+    sys.exit(asyncio.run(ProcessLife(settings, access).run()))
 
 
 def raise_open_file_limit() -> None:
@@ -50,53 +59,88 @@ def raise_open_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def follow_with_kopf(controller: Controller, inputs: HandlerInputs, clock: Clock) -> None:
-    """Start kopf when this process leads and has handled all objects.
+class ProcessLife:
+    """The life of one operator process. kopf calls `start` and `end`."""
 
-    kopf lists all objects without pages, and then handles each. Beside the operator's own first LISTs and
-    passes this would cost memory and delay the passes.
-    """
-    await controller.wait_handled()
-    await run_kopf(inputs, clock)
+    def __init__(self, settings: Settings, access: KubeAccess) -> None:
+        clock = SystemClock()
+        metrics = Metrics()
+        lease_api = KubeApi(access)
+        lease = LeaseName(settings.operator_namespace, settings.lease_name)
+        leadership = Leadership(lease_api, lease, settings.pod_name, clock, settings.lease_seconds)
+        self._settings = settings
+        self._access = access
+        self._api = KubeApi(access, leadership.check)
+        self._controller = controller = Controller(
+            settings, self._api, LeaseThread(leadership, lease_api), clock, metrics
+        )
+        self._ports = PlainPorts(
+            metrics, controller.watch_age_seconds, controller.stalled_watches, clock
+        )
+        self._work: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._exit_code = 0
 
-
-async def run(settings: Settings, access: KubeAccess) -> int:
-    """Run until a signal arrives or the controller fails. Return the exit code."""
-    metrics = Metrics()
-    clock = SystemClock()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    lease_api = KubeApi(access)
-    lease = LeaseName(settings.operator_namespace, settings.lease_name)
-    leadership = Leadership(lease_api, lease, settings.pod_name, clock, settings.lease_seconds)
-    api = KubeApi(access, leadership.check)
-    await api.start()
-    controller = Controller(settings, api, LeaseThread(leadership, lease_api), clock, metrics)
-    ports = PlainPorts(metrics, controller.watch_age_seconds, controller.stalled_watches, clock)
-    await ports.start("0.0.0.0", settings.metrics_port, settings.health_port)
-    logs.info("operator starts", server=access.server, namespaces=settings.watch_namespaces)
-    work = asyncio.create_task(controller.run())
-    inputs = HandlerInputs(
-        settings, access, controller.enqueue_hint, lambda: metrics.unexpected("kopf")
-    )
-    kopf = asyncio.create_task(follow_with_kopf(controller, inputs, clock))
-    signalled = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({work, signalled}, return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set():
-            logs.info("a signal ends the operator")
-            return 0
-        error = work.exception() or RuntimeError("the controller stopped without a request")
-        logs.failure("controller ended", error)
-        return 1
-    finally:
-        for task in (work, kopf, signalled):
-            task.cancel()
-        await asyncio.gather(work, kopf, signalled, return_exceptions=True)
-        await api.close()
-        await ports.close()
+    async def run(self) -> int:
+        """Run until a signal arrives or the work fails. Return the exit code."""
+        registry = kopf.OperatorRegistry()
+        # By default kopf keeps the process and calls a handler that has failed again after a minute.
+        permanent = kopf.ErrorsMode.PERMANENT
+        kopf.on.startup(registry=registry, errors=permanent)(self.start)
+        kopf.on.cleanup(registry=registry, errors=permanent)(self.end)
+        kopf.on.login(registry=registry)(self._login)
+        # kopf looks for kinds that it uses itself, and a process without the API server would end by this.
+        nothing = Insights()
+        nothing.backbone.selectors.clear()
+        await kopf.operator(
+            registry=registry,
+            insights=nothing,
+            clusterwide=True,
+            standalone=True,
+            # By default kopf uses the name of the Unix user, and uid 65532 of the image has none.
+            identity="holdfast",  # type: ignore[arg-type]  # its NewType is private to kopf
+            stop_flag=self._stop,
+        )
         logs.info("operator ends")
+        return self._exit_code
+
+    async def start(self, **_: Any) -> None:
+        """Start the work of the process. Its end ends the process, also if a port is in use.
+
+        kopf waits for 5 s at the end if the flag is not set, also after a signal.
+        """
+        self._work = asyncio.create_task(self._serve())
+        self._work.add_done_callback(lambda _: self._stop.set())
+
+    async def _serve(self) -> None:
+        settings = self._settings
+        await self._api.start()
+        await self._ports.start("0.0.0.0", settings.metrics_port, settings.health_port)
+        logs.info(
+            "operator starts", server=self._access.server, namespaces=settings.watch_namespaces
+        )
+        await self._controller.run()
+
+    async def end(self, **_: Any) -> None:
+        """End the work, which gives the lease back, and close the ports.
+
+        If the work has ended by itself, this is the reason of the end and a failure.
+        """
+        assert self._work is not None, "kopf calls end only after start"
+        if self._work.done():
+            error = self._work.exception() or RuntimeError("no part of it has failed")
+            logs.failure("the operator's work ended", error)
+            self._exit_code = 1
+        else:
+            logs.info("a signal ends the operator")
+            self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+        await self._api.close()
+        await self._ports.close()
+
+    async def _login(self, **_: Any) -> kopf.ConnectionInfo:
+        """Return the server without credentials. kopf warns at each start if no handler answers."""
+        return kopf.ConnectionInfo(server=self._access.server)
 
 
 if __name__ == "__main__":

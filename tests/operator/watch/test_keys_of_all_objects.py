@@ -56,23 +56,6 @@ async def test_the_keys_of_all_objects_are_queued_again() -> None:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_version_is_known_when_the_watch_has_delivered_it_or_a_newer_one() -> None:
-    """An event of kopf requests a pass only if its version is not known."""
-    api = FakeApi()
-    readable = api.put("trainingjobs", job_object("readable"))["metadata"]
-    hidden = api.put("trainingjobs", {**job_object("hidden"), "spec": UNREADABLE})["metadata"]
-    cache = ClusterCache(api, ManualClock(), (), lambda key: None, lambda job: None)
-    for reflector in cache.reflectors:
-        await reflector.relist()
-    uid, version = readable["uid"], int(readable["resourceVersion"])
-    assert cache.is_known(uid, str(version))
-    assert cache.is_known(uid, str(version - 1))
-    assert not cache.is_known(uid, str(version + 1))
-    assert not cache.is_known(uid, "")
-    assert not cache.is_known("uid-of-none", str(version))
-    assert not cache.is_known(hidden["uid"], hidden["resourceVersion"])
-
-
 async def test_a_checkpoint_queues_its_job_and_those_that_restore_from_it() -> None:
     """The cluster may have thousands of other jobs."""
     api, queued = FakeApi(), set[Key]()

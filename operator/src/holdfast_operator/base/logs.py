@@ -16,14 +16,6 @@ from holdfast_core.net.bounded_logs import BoundedLogs, JsonFormatter
 LOGGER = logging.getLogger("holdfast_operator")
 
 
-def _is_expected(record: logging.LogRecord) -> bool:
-    """Return whether the record is kopf's warning that its thread handles no signals.
-
-    `__main__` handles them for the process, so that the warning would mislead at each start.
-    """
-    return record.getMessage() == "OS signals are ignored: running not in the main thread."
-
-
 def configure(level: str, clock: Clock | None = None) -> None:
     """Route all logs of this process through one handler on standard error.
 
@@ -33,7 +25,6 @@ def configure(level: str, clock: Clock | None = None) -> None:
     clock = clock or SystemClock()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(clock, lambda record: {"logger": record.name}))
-    handler.addFilter(lambda record: not _is_expected(record))
     handler.addFilter(BoundedLogs(LOGGER.name, clock))
     root = logging.getLogger()
     root.handlers[:] = [handler]

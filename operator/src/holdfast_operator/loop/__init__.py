@@ -1,1 +1,1 @@
-"""The loop of the operator: queue, observe, decide, apply; kopf and the plain ports around it."""
+"""The loop of the operator: queue, observe, decide, apply."""

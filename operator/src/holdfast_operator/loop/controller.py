@@ -51,8 +51,6 @@ from holdfast_operator.watch.reflector import Timings
 
 _KINDS = {KeyKind.JOB: TrainingJob.KIND, KeyKind.ADOPTION: CheckpointAdoption.KIND}
 TICK_SECONDS = 1.0
-HANDLED_SECONDS = 300.0
-"""Longest wait of `wait_handled`. The queue of a cluster where much happens may never be empty."""
 SWEEP_SECONDS = 3600.0
 LONG_PASS_SECONDS = 0.02
 RESTS_PER_PASS = 4.0
@@ -158,19 +156,6 @@ class Controller:
         """Request a pass over this object. Until this process leads, nothing is queued."""
         if self._leadership.gained.is_set():
             self._queue.add(key)
-
-    def enqueue_hint(self, key: Key, uid: str, resource_version: str) -> None:
-        """Request a pass because of an event of kopf, unless the cache has this version of the object."""
-        if not self._cache.is_known(uid, resource_version):
-            self.enqueue(key)
-
-    async def wait_handled(self) -> None:
-        """Wait until this process leads and no object waits for a pass, for HANDLED_SECONDS at most."""
-        await self._leadership.gained.wait()
-        until = self._clock.monotonic() + HANDLED_SECONDS
-        await self._clock.sleep(TICK_SECONDS)
-        while self._queue.depth and self._clock.monotonic() < until:
-            await self._clock.sleep(TICK_SECONDS)
 
     def watch_age_seconds(self) -> float | None:
         """Return the seconds since the most silent watch delivered anything.

@@ -399,15 +399,6 @@ class ClusterCache:
 
     # ------------------------------------------------------------------ look-ups
 
-    def is_known(self, uid: str, resource_version: str) -> bool:
-        """Return whether the copy of an object of our own kinds is of this version or a newer one."""
-        found = (r.items.get(uid) for r in self._own_watches)
-        return any(
-            not isinstance(item, Unreadable | None)
-            and is_at_least(item.resource_version, resource_version)
-            for item in found
-        )
-
     def job_uids(self) -> set[JobUid]:
         """Return the uids of all jobs that exist, including those that cannot be parsed."""
         kinds = [kind.KIND for kind in GANGS]
