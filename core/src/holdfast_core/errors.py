@@ -31,6 +31,14 @@ class CorruptionError(FormatError):
     """A digest, an identity or a length does not match. The copy must be quarantined."""
 
 
+class CutError(CorruptionError):
+    """The bytes end too early: an object or a file was cut, or its end was replaced."""
+
+
+class SwappedError(CorruptionError):
+    """The bytes are intact, but they belong to another name: a file or an object was renamed or copied."""
+
+
 class UnreadableError(CorruptionError):
     """One file cannot be read (an I/O error, no permission), or its name belongs to no regular file.
 

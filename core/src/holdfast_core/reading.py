@@ -115,6 +115,11 @@ class Reader(Generic[P]):
         """The farthest tier that served a part."""
         return max(self.read_bytes, key=_ORDER.index, default=TierName.NODE)
 
+    @property
+    def sources(self) -> frozenset[Rank]:
+        """The ranks whose shards `read` has read."""
+        return frozenset(move.source for move in self._done)
+
     async def read_span(self, rank: Rank, span: ByteRange) -> ShardRecord:
         """Put a span of a rank's payload at the start of the memory.
 

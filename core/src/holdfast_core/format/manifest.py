@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.errors import CorruptionError, FormatError, SwappedError
 from holdfast_core.format.canonical import (
     TypedDocument,
     decode_document,
@@ -177,13 +177,13 @@ def parse_manifest_of(
 
     Raises:
         FormatError: The document is not a valid manifest.
-        CorruptionError: The document is of another job, step, round or, if one is given, namespace. It
-            was renamed or copied, and a restore would silently continue from another step.
+        SwappedError: The document is of another job, step, round or, if one is given, namespace. It was
+            renamed or copied, and a restore would silently continue from another step.
     """
     manifest = parse_manifest(document)
     found = (manifest.job.uid, manifest.checkpoint)
     if found != (job_uid, checkpoint) or namespace not in (None, manifest.job.namespace):
-        raise CorruptionError(
+        raise SwappedError(
             f"the manifest of {checkpoint} of job {job_uid} names {manifest.checkpoint} of job "
             f"{manifest.job.uid} in namespace {manifest.job.namespace}: the document was renamed "
             "or copied"

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
+from holdfast_core.errors import CorruptionError, CutError, FormatError, UnknownVersionError
 from holdfast_core.format.canonical import (
     chunk_digest,
     crc32c,
@@ -388,13 +388,14 @@ def unpack_footer(footer: bytes, expected: bytes, what: str) -> tuple[int, int, 
         trailer: of the payload), and CRC of the part without the footer.
 
     Raises:
+        CutError: There is no footer.
         CorruptionError: The footer is damaged.
     """
     if len(footer) != FOOTER.size:
-        raise CorruptionError(f"{what}: {len(footer)} bytes, expected {FOOTER.size}")
+        raise CutError(f"{what}: {len(footer)} bytes, expected {FOOTER.size}")
     size, other_bytes, crc, own_crc, magic = FOOTER.unpack(footer)
     if magic != expected:
-        raise CorruptionError(f"{what}: magic {magic!r}, expected {expected!r}")
+        raise CutError(f"{what}: magic {magic!r}, expected {expected!r}")
     if crc32c(footer[:20]) != own_crc:
         raise CorruptionError(f"{what}: CRC does not match")
     return int(size), int(other_bytes), int(crc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from holdfast_core.errors import CorruptionError
+from holdfast_core.errors import CorruptionError, SwappedError
 from holdfast_core.format.canonical import Blake3, crc32c
 from holdfast_core.ids import Digest, ShardRef
 from holdfast_core.shards.file import (
@@ -246,20 +246,20 @@ class ShardStream:
 
 
 def check_identity(header: ShardHeader, ref: ShardRef) -> None:
-    """Raise CorruptionError if the header is not that of `ref`, as in a renamed or misdirected file."""
+    """Raise SwappedError if the header is not that of `ref`, as in a renamed or misdirected file."""
     found = (header.job_uid, header.step, header.round, header.rank)
     expected = (ref.job_uid, ref.step, ref.round, ref.rank)
     if found != expected:
-        raise CorruptionError(
+        raise SwappedError(
             f"shard: the file has (job, step, round, rank) = {found}, expected {expected}"
         )
 
 
 def check_ref(record: ShardRecord, ref: ShardRef) -> None:
-    """Raise CorruptionError if the record is not the shard `ref`."""
+    """Raise SwappedError if the record is not the shard `ref`."""
     check_identity(record.header, ref)
     if record.blake3 != ref.blake3:
-        raise CorruptionError(f"shard of {ref}: the file names the payload {record.blake3}")
+        raise SwappedError(f"shard of {ref}: the file names the payload {record.blake3}")
 
 
 def check_same(record: ShardRecord, table: ChunkTable, trailer: Trailer) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from holdfast_core.errors import (
     AlreadyExistsError,
     CorruptionError,
+    CutError,
     NotFoundError,
     TierError,
     UnavailableError,
@@ -158,9 +159,7 @@ class DirectoryObjectStore:
         with read_errors(f"read of {path}"), _open(path) as fd:
             filled = read_at(fd, buffer, start)
         if filled < len(buffer):
-            raise CorruptionError(
-                f"{path}: ends at byte {start + filled}, expected {start + len(buffer)}"
-            )
+            raise CutError(f"{path}: ends at byte {start + filled}, expected {start + len(buffer)}")
 
     def size(self, key: str, *, sure: bool = False) -> int | None:
         path = self._root / key

@@ -21,11 +21,16 @@ from holdfast_core.format.manifest import misnamed
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.shards.pack import PackIndex
-from holdfast_core.store.download.shard import is_damaged, open_stored_shard
+from holdfast_core.store.download.shard import (
+    OtherObjects,
+    StoredShardReader,
+    is_damaged,
+    open_stored_shard,
+)
 from holdfast_core.store.download.stored import StoredShard, StoredShards
 from holdfast_core.store.rules import dead
 from holdfast_core.store.upload import CompressedPack, PlainPack, WholeShard
-from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardSource
+from holdfast_core.tiers.base import OpenWriter, ShardReader
 from holdfast_core.tiers.objects import Document, Listed, ObjectStore, Page
 
 
@@ -143,6 +148,11 @@ class JobObjects:
         for key, _ in self.parsed(keys.references_prefix(checkpoint)):
             if isinstance(key, keys.NeedsKey):
                 yield key
+
+    def is_needed_by(self, checkpoint: CheckpointId, by: CheckpointId) -> bool:
+        """Return whether a marker says that another checkpoint needs objects of this one."""
+        key = self.key(keys.needed_by_key(checkpoint, by))
+        return self._store.size(key, sure=True) is not None
 
     def _needed_by(self, checkpoint: CheckpointId) -> dict[CheckpointId, timedelta]:
         """Return the checkpoints that need objects of this one, with the ages of their markers.
@@ -334,7 +344,7 @@ class ObjectTier:
         shards = self._shards(namespace)
         return open_stored_shard(self._store, shards, self._workers, ref).copy_to(open_writer)
 
-    def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
+    def open_shard(self, namespace: str, ref: ShardRef) -> StoredShardReader:
         """Open a shard that is stored whole or as a pack; its ranges are fetched when they are read.
 
         The shards to which a pack refers are looked up when their chunks are read. Raises what `stored`
@@ -444,6 +454,28 @@ class ObjectTier:
         for key in self.job(namespace, job_uid).needs(checkpoint):
             found[key.earlier] = max(key.payload_bytes, found.get(key.earlier, 0))
         return found
+
+    def missing_references(
+        self,
+        namespace: str,
+        job_uid: JobUid,
+        checkpoint: CheckpointId,
+        earlier: Collection[CheckpointId],
+    ) -> tuple[CheckpointId, ...]:
+        """Return those of the earlier checkpoints whose objects a sweep would not keep for this one."""
+        objects = self.job(namespace, job_uid)
+        needs = self.get_references(namespace, job_uid, checkpoint).keys()
+        return tuple(
+            other
+            for other in sorted(earlier)
+            if other not in needs or not objects.is_needed_by(other, checkpoint)
+        )
+
+    def other_objects(
+        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId
+    ) -> OtherObjects:
+        """Return the record of a drill of this checkpoint, of which nothing was verified yet."""
+        return OtherObjects(self.job(namespace, job_uid).key(keys.shards_prefix(checkpoint)))
 
     def shards_stored(
         self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId

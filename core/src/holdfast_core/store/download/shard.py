@@ -13,6 +13,7 @@ determines, then the payload from the source and from this node, then padding an
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import threading
@@ -47,6 +48,7 @@ from holdfast_core.store.download.stored import (
     Extent,
     ShardPlaces,
     Source,
+    StoredShard,
     StoredShards,
     places_in,
 )
@@ -296,11 +298,42 @@ def open_stored_shard(
         UnavailableError: The store cannot be reached.
     """
     stored = shards.find(ref)
-    places = places_in(shards, stored)
-    source = Source(store, stored.key)
     return StoredShardReader(
-        source, workers, stored.trailer, places, ahead_bytes, find_bad_piece, close
+        store, workers, stored, places_in(shards, stored), ahead_bytes, find_bad_piece, close
     )
+
+
+class OtherObjects:
+    """Objects that several shards of one checkpoint refer to, and what was verified of them.
+
+    A drill reads each stored byte once. An object of the same checkpoint is read with the shard that it
+    belongs to, so a reference to it is not followed. The chunks of an earlier checkpoint are read with the
+    first shard that refers to them.
+    """
+
+    def __init__(self, own_prefix: str) -> None:
+        """`own_prefix` is the beginning of the keys of the checkpoint's own objects."""
+        self._own_prefix = own_prefix
+        self._verified: dict[str, bytearray] = {}
+        """One byte for each chunk of an object, by key."""
+
+    def unverified(self, extent: Extent) -> Iterator[range]:
+        """Yield the runs of an extent's chunks that must still be read."""
+        if extent.key.startswith(self._own_prefix):
+            return
+        known = self._verified.get(extent.key, bytearray())
+        for is_known, run in itertools.groupby(
+            extent.chunks, lambda chunk: chunk < len(known) and bool(known[chunk])
+        ):
+            if not is_known:
+                chunks = tuple(run)
+                yield range(chunks[0], chunks[-1] + 1)
+
+    def add(self, key: str, chunks: range) -> None:
+        """Record that these chunks of an object were verified."""
+        known = self._verified.setdefault(key, bytearray())
+        known.extend(bytes(max(0, chunks.stop - len(known))))
+        known[chunks.start : chunks.stop] = b"\1" * len(chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,21 +354,22 @@ class StoredShardReader(Closing):
 
     def __init__(
         self,
-        source: Source,
+        store: RangedStore,
         workers: ThreadPoolExecutor,
-        trailer: Trailer,
+        stored: StoredShard,
         places: ShardPlaces,
         ahead_bytes: int,
         find_bad_piece: FindBad,
         close: Callable[[], None],
     ) -> None:
-        """`source` is the object of the shard itself, and `places` are those of its chunks."""
+        """`stored` is the object of the shard itself, and `places` are those of its chunks."""
+        self.stored = stored
         self._ahead_bytes = ahead_bytes
         self._find_bad_piece = find_bad_piece
         self._close = close
-        self._source = source
+        self._source = Source(store, stored.key)
         self._workers = workers
-        self._trailer = trailer
+        self._trailer = stored.trailer
         self._places = places
 
     @property
@@ -362,9 +396,61 @@ class StoredShardReader(Closing):
             UnavailableError: The store cannot be reached, or the tier is being closed.
             HoldfastError: Whatever else the writer raises. It is aborted after any error.
         """
+        return copy_file(self, open_writer, self._look()).record
+
+    def verify(self, others: OtherObjects) -> int:
+        """Read every byte of the shard's object and the chunks that only `others` has, and compare all.
+
+        `others` gets what was read of other objects, after all of it was verified.
+
+        Returns:
+            Payload bytes that were read.
+
+        Raises:
+            CorruptionError: Bytes were wrong at every read, or a shard to which a pack refers is gone.
+            NotFoundError: The shard is gone.
+            UnavailableError: The store cannot be reached, or the tier is being closed.
+        """
+        run_bytes, read_bytes = self._look(), 0
+        found: list[tuple[str, range]] = []
+        with closing(self.read(self._to_verify(run_bytes, others, found))) as views:
+            for view in views:
+                read_bytes += len(view)
+        if self.stored.index is None:
+            self._verify_frame()
+        for key, chunks in found:
+            others.add(key, chunks)
+        return read_bytes
+
+    def _look(self) -> int:
+        """Look up all places, and return the length of the runs that a read of all chunks requests."""
         self._places.look(self._workers)
-        run_bytes = RUN_BYTES // 2 if self._places.has_coding else RUN_BYTES
-        return copy_file(self, open_writer, run_bytes).record
+        return RUN_BYTES // 2 if self._places.has_coding else RUN_BYTES
+
+    def _to_verify(
+        self, run_bytes: int, others: OtherObjects, found: list[tuple[str, range]]
+    ) -> Iterator[range]:
+        """Yield the runs that `verify` reads. Those of other objects are added to `found`."""
+        for run in payload_runs(self._trailer.record.header, run_bytes):
+            for extent in self._places.of(run):
+                if extent.key == self._source.key:
+                    yield extent.chunks
+                    continue
+                for chunks in others.unverified(extent):
+                    found.append((extent.key, chunks))
+                    yield chunks
+
+    def _verify_frame(self) -> None:
+        """Compare what a shard file has around its payload. Raises CorruptionError."""
+        header = self._trailer.record.header
+        stop = head_bytes(header) + header.payload_bytes
+        head, padding = bytearray(head_bytes(header)), bytearray(trailer_offset(header) - stop)
+        for _ in range(READS):
+            self._source.fill(0, memoryview(head))
+            self._source.fill(stop, memoryview(padding))
+            if head == pack_head(header) and not any(padding):
+                return
+        raise CorruptionError(f"{self._source.describe()}: its head or its padding is damaged")
 
     def _read(self, wanted: Iterable[range], find_bad: FindBad) -> Generator[memoryview]:
         runs = iter(wanted)
@@ -501,14 +587,7 @@ def is_damaged(store: RangedStore, key: str, workers: ThreadPoolExecutor, ref: S
     """Read the object of a whole shard, and return whether any byte of it is damaged."""
     whole = StoredShards(store, lambda ref, packed: key)
     try:
-        shard = open_stored_shard(store, whole, workers, ref)
-        header = shard.trailer.record.header
-        for _ in shard.read(payload_runs(header, RUN_BYTES)):
-            pass
-        stop = head_bytes(header) + header.payload_bytes
-        head, padding = bytearray(head_bytes(header)), bytearray(trailer_offset(header) - stop)
-        store.read_into(key, 0, memoryview(head))
-        store.read_into(key, stop, memoryview(padding))
+        open_stored_shard(store, whole, workers, ref).verify(OtherObjects(own_prefix=key))
     except CorruptionError:
         return True
-    return head != pack_head(header) or any(padding)
+    return False
