@@ -107,6 +107,43 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DrillContract:
+    """Which checkpoint a drill reads, passed as JSON in one variable."""
+
+    namespace: str
+    """Namespace of the job, as in the keys of the objects."""
+    job_uid: JobUid
+    step: int | None = None
+    """None: the newest step, by round and step."""
+    round: int | None = None
+    """None: the newest round that has the step."""
+    manifest: str | None = None
+    """Digest of the manifest, if it is known."""
+    world_size: int | None = None
+    """Number of ranks for which the state is assembled. None: it is not assembled."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the variable. Raises ConfigError."""
+        try:
+            data = json.loads(text)
+            contract = cls(**data)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(f"HOLDFAST_DRILL is not valid: {error}") from error
+        for name, value in asdict(contract).items():
+            expected = str if name in ("namespace", "job_uid", "manifest") else int
+            is_optional = name not in ("namespace", "job_uid")
+            if not (value is None and is_optional) and type(value) is not expected:
+                raise ConfigError(
+                    f"HOLDFAST_DRILL: {name} is {value!r}, expected {expected.__name__}"
+                )
+        return contract
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerContract:
     """Environment that both containers of a worker have."""
 

@@ -4,6 +4,7 @@ holdfast-sidecar [serve]      run the sidecar (SIGTERM: flush, then exit)
 holdfast-sidecar healthz      wait until the pod's socket accepts connections (startupProbe)
 holdfast-sidecar pre-stop     wait for a limited time until everything handed over is safe (preStop)
 holdfast-sidecar probe-store  probe the object store and write the report for the kubelet
+holdfast-sidecar drill        read a whole stored checkpoint and write the report for the kubelet
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.settings import (
     Settings,
+    drill_environment,
     node_dir,
     shared_dir,
     store_environment,
@@ -54,6 +56,12 @@ def _probe_store() -> int:
     return probe_store(*store_environment(), termination_log())
 
 
+def _drill() -> int:
+    from holdfast_sidecar.process.store_drill import drill_store
+
+    return drill_store(*store_environment(), drill_environment(), termination_log())
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code. 2 means a HoldfastError, whose text is on stderr."""
     parser = argparse.ArgumentParser(prog="holdfast-sidecar")
@@ -61,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         "command",
         nargs="?",
         default="serve",
-        choices=("serve", "healthz", "pre-stop", "probe-store"),
+        choices=("serve", "healthz", "pre-stop", "probe-store", "drill"),
     )
     parser.add_argument(
         "--timeout",
@@ -78,6 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return pre_stop(node_dir(), timeout_seconds=options.timeout)
             case "probe-store":
                 return _probe_store()
+            case "drill":
+                return _drill()
             case _:
                 return _serve()
     except HoldfastError as error:

@@ -30,6 +30,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format import keys
+from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.store.drill import BadPart, Damage, DrillReport, DrillRequest, drill
 from holdfast_core.store.tier import ObjectTier
 
@@ -356,10 +357,12 @@ def test_a_report_fits_into_a_termination_message() -> None:
     bad = tuple(
         BadPart(f"shard of rank {rank}", Damage.CUT, "é" * 1000 + '"') for rank in range(100)
     )
-    text = DrillReport(1 << 40, 12.3456, 1000, bad, 1000).to_json()
+    checkpoint = CheckpointId(Step(10), RestartRound(2))
+    text = DrillReport(checkpoint, 1 << 40, 12.3456, 1000, bad, 1000).to_json()
     assert len(text) <= 4096
     assert text.isascii()
     found = json.loads(text)
+    assert (found["step"], found["round"]) == (10, 2)
     assert found["badCount"] == 1000
     assert found["bad"][0]["part"] == "shard of rank 0"
     assert np.isclose(found["seconds"], 12.346)

@@ -47,7 +47,7 @@ from holdfast_core.format.rank_layout import (
     element_bytes,
     parse_rank_layout,
 )
-from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, Rank, TierName
+from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, Rank, TierName, age_of
 from holdfast_core.reading import Reader, ShardPlace, check_source, run_blocking
 from holdfast_core.reshard.boxes import (
     Box,
@@ -107,6 +107,7 @@ class BadPart:
 class DrillReport:
     """Result of a drill that ran to its end."""
 
+    checkpoint: CheckpointId
     read_bytes: int
     """Payload bytes that were read and compared, without chunk tables, layouts and compression."""
     seconds: float
@@ -133,6 +134,8 @@ class DrillReport:
         while True:
             text = json.dumps(
                 {
+                    "step": self.checkpoint.step,
+                    "round": self.checkpoint.round,
                     "readBytes": self.read_bytes,
                     "seconds": round(self.seconds, 3),
                     "shards": self.shards,
@@ -188,6 +191,7 @@ def drill(
     if reading.bad_count or not_restorable:
         reading.expect_kept()
     return DrillReport(
+        request.checkpoint,
         reading.read_bytes,
         now() - began,
         0 if manifest is None else manifest.world_size,
@@ -195,6 +199,34 @@ def drill(
         reading.bad_count,
         tensors,
         not_restorable,
+    )
+
+
+def find_checkpoint(
+    tier: ObjectTier,
+    namespace: str,
+    job_uid: JobUid,
+    step: int | None = None,
+    round_: int | None = None,
+) -> CheckpointId:
+    """Return the newest stored checkpoint, or the newest one of a step or a round.
+
+    Raises NotFoundError where the store has none.
+    """
+    known = tier.list_manifests(namespace, job_uid)
+    found = [
+        checkpoint
+        for checkpoint in known
+        if step in (None, checkpoint.step) and round_ in (None, checkpoint.round)
+    ]
+    if found:
+        return max(found, key=age_of)
+    wanted = "a checkpoint" if step is None else f"step {step}"
+    wanted += "" if round_ is None else f" of round {round_}"
+    steps = ", ".join(str(one) for one in sorted({checkpoint.step for checkpoint in known})[-20:])
+    raise NotFoundError(
+        f"job {job_uid} of namespace {namespace}: expected {wanted} in the store, found "
+        f"{'the steps ' + steps if known else 'no checkpoint'}"
     )
 
 

@@ -110,7 +110,7 @@ class Settings:
 
 
 def termination_log() -> Path:
-    """Return the file in which a store-probe pod writes its result for the kubelet."""
+    """Return the file in which a pod that probes a store or drills writes its result for the kubelet."""
     return Path(os.environ.get(TERMINATION_LOG, DEFAULT_TERMINATION_LOG))
 
 
@@ -124,6 +124,11 @@ def node_dir() -> Path:
     return Path(os.environ.get("HOLDFAST_NODE_DIR", NODE_DIR))
 
 
+def drill_environment() -> str:
+    """Return the DrillContract as JSON, for a pod that only reads a checkpoint."""
+    return os.environ.get("HOLDFAST_DRILL", "")
+
+
 def store_environment() -> tuple[str, str]:
-    """Return the StoreConfig as JSON and the folder of the keys, for a pod that only probes a store."""
+    """Return the StoreConfig as JSON and the folder of the keys, for a pod that only uses a store."""
     return os.environ.get("HOLDFAST_STORE", ""), os.environ.get("HOLDFAST_STORE_DIR", "")
