@@ -19,7 +19,7 @@ is applied twice changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from holdfast_core.contract import SidecarContract
@@ -42,7 +42,14 @@ from holdfast_core.messages.schema import (
     Round,
     ShardInfo,
 )
-from holdfast_core.retention import Committed, RetentionState, plan_retention
+from holdfast_core.retention import (
+    MIN_KEPT,
+    Committed,
+    RetentionPolicy,
+    RetentionReason,
+    RetentionState,
+    plan_retention,
+)
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 from holdfast_sidecar.upkeep.prune import protected_steps, quarantined
 
@@ -213,23 +220,30 @@ def steps_to_prune(
         pressed: A node has no room for another shard.
         restored: Every rank has trained from the restore point.
     """
+    protecting = Level.REPLICATED if ledger.expects_copies else Level.LOCAL
+    committed = (
+        *(Committed(c, Level.REPLICATED) for c in older),
+        *(
+            Committed(CheckpointId(e.step, e.round), e.level)
+            for e in ledger.steps.values()
+            if e.level is not None
+        ),
+    )
+    apart = {c.step for c in quarantined(message)}
     plan = plan_retention(
         RetentionState(
-            committed=(
-                *(Committed(c, Level.REPLICATED) for c in older),
-                *(
-                    Committed(CheckpointId(e.step, e.round), e.level)
-                    for e in ledger.steps.values()
-                    if e.level is not None
-                ),
-            ),
+            committed=committed,
+            # Volumes are small, so that the other rules apply to the object store only.
+            policy=RetentionPolicy(keep_last=max(MIN_KEPT, message.policy.keep_last)),
+            needed={
+                RetentionReason.PINNED: _of_steps(committed, message.pinned),
+                RetentionReason.QUARANTINED: _of_steps(committed, apart),
+                RetentionReason.UPLOADING: ledger.uploads.wanted,
+                RetentionReason.RESTORE_POINT: _own(message.restore_point),
+                RetentionReason.NEWEST_PERSISTED: _own(persisted),
+            },
+            protecting_level=protecting,
             round=message.round,
-            keep_last=message.policy.keep_last,
-            protecting_level=Level.REPLICATED if ledger.expects_copies else Level.LOCAL,
-            restore_point=message.restore_point.own_checkpoint,
-            pinned=frozenset(message.pinned) | {c.step for c in quarantined(message)},
-            uploading=frozenset(ledger.uploads.wanted),
-            newest_persisted=None if persisted is None else persisted.own_checkpoint,
             pressed=pressed,
             restored=restored,
         )
@@ -240,10 +254,19 @@ def steps_to_prune(
         for s, e in ledger.steps.items()
         if not e.complete and newest is not None and s < newest.step and s not in ledger.listed
     ]
-    protecting = Level.REPLICATED if ledger.expects_copies else Level.LOCAL
     anchor = ledger.newest(protecting)
-    committed = () if anchor is None else (CheckpointId(anchor.step, anchor.round),)
-    return tuple(sorted({*plan.prune_steps, *abandoned} - protected_steps(message, committed)))
+    safe = () if anchor is None else (CheckpointId(anchor.step, anchor.round),)
+    return tuple(sorted({*plan.prune_steps, *abandoned} - protected_steps(message, safe)))
+
+
+def _of_steps(committed: Iterable[Committed], steps: Collection[Step]) -> list[CheckpointId]:
+    return [c.checkpoint for c in committed if c.checkpoint.step in steps]
+
+
+def _own(point: RestorePoint | None) -> tuple[CheckpointId, ...]:
+    """Return the checkpoint if it is one of this job."""
+    found = None if point is None else point.own_checkpoint
+    return () if found is None else (found,)
 
 
 def abandoned_steps(
