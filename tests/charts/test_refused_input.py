@@ -184,6 +184,30 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "an older one is needed",
         ],
     ),
+    "keepEvery by two measures": (
+        ckpt(retention={"keepEvery": {"steps": 100, "duration": "6h"}}),
+        ["spec.checkpoint.retention.keepEvery:", "both or none of steps and duration"],
+    ),
+    "keepFor in days": (
+        ckpt(retention={"keepFor": "30d"}),
+        ["spec.checkpoint.retention.keepFor:", "a duration above zero", "write for example 720h"],
+    ),
+    "the best of no metric": (
+        ckpt(retention={"keepBest": {"metric": "", "mode": "min"}}),
+        ["spec.checkpoint.retention.keepBest.metric:"],
+    ),
+    "the best without a direction": (
+        ckpt(retention={"keepBest": {"metric": "loss", "mode": "lowest"}}),
+        ["spec.checkpoint.retention.keepBest.mode: Unsupported value", '"min"', '"max"'],
+    ),
+    "more hours than a year": (
+        ckpt(retention={"hourly": 9000}),
+        ["spec.checkpoint.retention.hourly:", "must be 0 to 8760, got 9000"],
+    ),
+    "long rules without a store": (
+        ckpt(retention={"daily": 7}),
+        ["spec.checkpoint.retention:", "the job has none: set checkpoint.object"],
+    ),
     "delete with the job": (
         ckpt(retention={"whenDeleted": "Delete"}),
         ["spec.checkpoint.retention.whenDeleted: Unsupported value", '"Retain"'],
@@ -471,7 +495,15 @@ ACCEPTED: dict[str, dict[str, Any]] = {
                 "every": {"steps": 500},
                 "compression": "Zstd",
             },
-            "retention": {"keepLast": 2, "whenDeleted": "Retain"},
+            "retention": {
+                "keepLast": 2,
+                "keepEvery": {"duration": "6h"},
+                "keepFor": "48h",
+                "hourly": 24,
+                "daily": 7,
+                "keepBest": {"metric": "val_loss", "mode": "min", "count": 3},
+                "whenDeleted": "Retain",
+            },
         },
         restoreFrom={"checkpointRef": {"name": "other-job-s1200-r2"}},
         failurePolicy={

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.mutants.model import Kind, Mutant
 
 _DECIDE = "operator/src/holdfast_operator/decide/"
+_STORE_RETENTION = "core/src/holdfast_core/store_retention.py"
 _TESTS = "tests/operator/decide/"
 _READABLE = (f"{_TESTS}facts/test_readable.py",)
 _POINT = (f"{_TESTS}test_restore_point.py",)
@@ -223,21 +224,28 @@ OF_DECIDE = (
     Mutant(
         name="decide/pinned-checkpoint-is-pruned",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}checkpoints.py",
-        original="i for i, c in committed if c.spec.pin\n",
-        replacement="i for i, c in committed if c.deleting\n",
+        file=_STORE_RETENTION,
+        original="for id_, c in known if c.spec.pin]",
+        replacement="for id_, c in known if c.deleting]",
         loses="A checkpoint that the user has pinned is deleted from the store.",
         tests=(f"{_TESTS}test_decide_checkpoints.py::test_retention",),
     ),
     Mutant(
         name="decide/restore-point-is-deleted",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}checkpoints.py",
-        original=(
-            "    if point is not None and point.id is not None:\n        found.add(point.id)\n"
-        ),
-        replacement="",
+        file=_STORE_RETENTION,
+        original="RetentionReason.RESTORE_POINT: [] if start is None else [start],",
+        replacement="RetentionReason.RESTORE_POINT: [],",
         loses="The checkpoint from which the gang has started is deleted from the store.",
+        tests=(f"{_TESTS}test_decide_checkpoints.py::test_retention",),
+    ),
+    Mutant(
+        name="decide/source-of-a-clone-is-pruned",
+        kind=Kind.MISSING_CHECK,
+        file=_STORE_RETENTION,
+        original="for id_, c in known if c.name in cloned]",
+        replacement="for id_, c in known if c.name in ()]",
+        loses="The checkpoint from which another job starts is deleted while that job needs it.",
         tests=(f"{_TESTS}test_decide_checkpoints.py::test_retention",),
     ),
     Mutant(

@@ -65,6 +65,27 @@ class RetentionReason(StrEnum):
     """Pruned: no reason keeps it."""
 
 
+EXPLAINED = {
+    RetentionReason.NOT_PROTECTED_YET: "nothing is pruned before newer ones protect the job",
+    RetentionReason.KEEP_LAST: "one of the newest (keepLast)",
+    RetentionReason.NEWER_THAN_KEPT: "newer than those that keepLast counts",
+    RetentionReason.KEEP_BEST: "one of the best (keepBest)",
+    RetentionReason.KEEP_EVERY: "the first of its steps or time (keepEvery)",
+    RetentionReason.KEEP_DAILY: "the newest of its day (daily)",
+    RetentionReason.KEEP_HOURLY: "the newest of its hour (hourly)",
+    RetentionReason.KEEP_FOR: "not old enough (keepFor)",
+    RetentionReason.PINNED: "pinned",
+    RetentionReason.BEING_READ: "a process reads it",
+    RetentionReason.CLONED: "another job starts from it",
+    RetentionReason.QUARANTINED: "quarantined, and a person decides",
+    RetentionReason.UPLOADING: "it is being uploaded",
+    RetentionReason.RESTORE_POINT: "the job was restored from it",
+    RetentionReason.NEWEST_PERSISTED: "the newest one in the object store",
+    RetentionReason.NO_ROOM: "the node has no room",
+    RetentionReason.OFF_LINEAGE: "the job went back to an older step",
+    RetentionReason.SUPERSEDED: "no rule keeps it",
+}
+"""The reasons for people."""
 _FIRM = (
     RetentionReason.PINNED,
     RetentionReason.BEING_READ,
@@ -292,13 +313,15 @@ def _first_of_each(
 
 
 def _best(rule: KeepBest, protecting: list[Committed]) -> list[Committed]:
-    """Return the checkpoints with the best values, the newer one of two that are equal.
+    """Return the checkpoints with the best values, the older one of two that are equal.
 
-    A value that is missing, or that is no finite number, is never the best.
+    A script that evaluates at times reports no other value until the next time. The first checkpoint after
+    the evaluation is the one that the value was measured of, or the closest to it. A value that is missing,
+    or that is no finite number, is never the best.
     """
     sign = 1.0 if rule.mode is BestMode.MIN else -1.0
     ranked = [
-        (sign * value, index, item)
+        (sign * value, -index, item)
         for index, item in enumerate(protecting)
         if (value := item.metrics.get(rule.metric)) is not None and math.isfinite(value)
     ]

@@ -193,10 +193,10 @@ RULES = {
         times(5, 4, 3, 2, 1, metrics={10: 0.3, 20: 0.1, 30: 0.2, 40: 0.9}),
         [20, 30, 50],
     ),
-    "the highest value, the newer one of two": (
+    "the highest value, the older one of two": (
         RetentionPolicy(1, best=KeepBest("loss", BestMode.MAX)),
         times(5, 4, 3, 2, 1, metrics={10: 0.9, 20: 0.9, 30: 0.2}),
-        [20, 50],
+        [10, 50],
     ),
     "values that are no numbers are never the best": (
         RetentionPolicy(1, best=KeepBest("loss", BestMode.MAX, 2)),

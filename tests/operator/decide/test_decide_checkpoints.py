@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -37,7 +38,13 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.report.status import LEVELS_EVERY_SECONDS
-from holdfast_operator.model.actions import Action, CommitPersisted, Decision, WriteStatus
+from holdfast_operator.model.actions import (
+    Action,
+    CommitPersisted,
+    Decision,
+    EmitEvent,
+    WriteStatus,
+)
 from holdfast_operator.model.job import JobMemory, Observed
 
 
@@ -58,6 +65,7 @@ def world(
     checkpoints: tuple[Checkpoint, ...] = (),
     coordinator: dict[str, Any] | None = None,
     memory: JobMemory | None = None,
+    cloned: frozenset[str] = frozenset(),
     **spec: Any,
 ) -> Observed:
     pods = (pod(0), pod(1))
@@ -96,6 +104,7 @@ def world(
             }
         ),
         checkpoints=checkpoints,
+        cloned=cloned,
         memory=memory or JobMemory(round=RestartRound(2), round_seen_at=0.0),
     )
 
@@ -258,16 +267,40 @@ FOUR = tuple(checkpoint(step, 2) for step in (40, 50, 60, 70))
 
 
 def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
-    marked = decide(world(committed=persisted(70), checkpoints=FOUR), now())
+    sized = (checkpoint(40, 2, bytes=6_700_000), *FOUR[1:])
+    marked = decide(world(committed=persisted(70), checkpoints=sized), now())
     updates = only(marked, "change Checkpoint")
     assert [(u.name, status_of(u).phase) for u in updates] == [("job-l2msg4-s40-r2", "Deleting")]
     assert not only(marked, "prune Checkpoint")
+    (condition,) = (c for c in status_of(updates[0]).conditions if c.type == "Committed")
+    assert condition.message == "pruned by spec.checkpoint.retention: no rule keeps it"
+    (event,) = (e for e in only(marked, EmitEvent) if e.reason == "Pruning")
+    assert event.message == (
+        "pruning checkpoints in the object store: s40-r2 (size 6.4 MiB): no rule keeps it"
+    )
     doomed = (checkpoint(40, 2, phase="Deleting"), *FOUR[1:])
     (prune,) = only(
         decide(world(committed=persisted(70), checkpoints=doomed), now()), "prune Checkpoint"
     )
     assert (prune.name, prune.uid) == ("job-l2msg4-s40-r2", "ckpt-40-2")
     assert [c.step for c in prune.data.message.checkpoints] == [40]
+
+
+def test_what_a_clone_has_chosen_meanwhile_is_not_deleted() -> None:
+    doomed = (checkpoint(40, 2, phase="Deleting"), *FOUR[1:])
+    cloned = frozenset({doomed[0].name})
+    given = world(committed=persisted(70), checkpoints=doomed, cloned=cloned)
+    assert names(list(decide(given, now()).actions)) == []
+
+
+def test_a_clock_that_jumps_ahead_ends_no_keep_for() -> None:
+    stamped = tuple(checkpoint(step, 2, committed_at=now().utc) for step in (40, 50, 60, 70))
+    given = world(committed=persisted(70), checkpoints=stamped, retention={"keep_for": "24h"})
+    day = timedelta(hours=25)
+    jumped = replace(now(), utc=now().utc + day, jumped=day)
+    assert names(list(decide(given, jumped).actions)) == []
+    later = replace(now(), utc=now().utc + day)
+    assert names(list(decide(given, later).actions)) == ["job-l2msg4-s40-r2"]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +311,15 @@ def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
             FOUR, {"keep_last": 2}, ["job-l2msg4-s40-r2", "job-l2msg4-s50-r2"], id="two are kept"
         ),
         pytest.param((checkpoint(40, 2, pin=True), *FOUR[1:]), {}, [], id="pinned"),
+        pytest.param(FOUR, {"cloned": frozenset({"job-l2msg4-s40-r2"})}, [], id="cloned"),
+        pytest.param(FOUR, {"retention": {"hourly": 4}}, ["job-l2msg4-s40-r2"], id="one hour"),
+        pytest.param(FOUR, {"retention": {"keep_every": {"steps": 40}}}, [], id="each 40 steps"),
+        pytest.param(
+            (checkpoint(40, 2, metrics={"loss": 0.1}), *FOUR[1:]),
+            {"retention": {"keep_best": {"metric": "loss", "mode": "min"}}},
+            [],
+            id="the best",
+        ),
         pytest.param((checkpoint(30, 1), *FOUR[1:]), {}, [], id="the restore point"),
         pytest.param(
             (checkpoint(35, 1), *FOUR[1:]), {}, ["job-l2msg4-s35-r1"], id="off the lineage"

@@ -21,9 +21,9 @@ from tests.support.operator.builders import (
     world_of,
 )
 
-from holdfast_core.api import LineageEntry, PersistedStep, TrainingJobStatus, changed
+from holdfast_core.api import LineageEntry, PersistedStep, TrainingJobStatus, changed, on_lineage
 from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
-from holdfast_operator.decide.facts.world import back_to, on_lineage
+from holdfast_operator.decide.facts.world import back_to
 from holdfast_operator.decide.restore_point import (
     MAX_LINEAGE,
     Choice,

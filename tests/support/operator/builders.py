@@ -110,6 +110,7 @@ def spec(
     object_every_steps: int = 100,
     compression: Compression = Compression.NONE,
     keep_last: int = 3,
+    retention: Mapping[str, Any] | None = None,
     restore_from: str | None = None,
     max_restarts: int = 10,
     window: str = "1h",
@@ -134,7 +135,7 @@ def spec(
                 every=UploadInterval(steps=object_every_steps),
                 compression=compression,
             ),
-            retention=RetentionSpec(keep_last=keep_last),
+            retention=RetentionSpec(**{"keep_last": keep_last, **(retention or {})}),
         ),
         restore_from=None
         if restore_from is None

@@ -44,6 +44,7 @@ from holdfast_core.api.checkpoint_policy import (
     Compression,
     EphemeralVolumeSpec,
     PeerEncryption,
+    RetentionSpec,
     WhenDeleted,
 )
 from holdfast_core.api.checkpoint_store import (
@@ -65,7 +66,7 @@ from holdfast_core.api.failure_policy import (
     PodConditionPattern,
     StragglersSpec,
 )
-from holdfast_core.api.rules import parse_duration, parse_quantity_bytes
+from holdfast_core.api.rules import parse_duration, parse_quantity_bytes, size_text
 from holdfast_core.api.training_job import ElasticSpec, TrainingJob, TrainingJobSpec
 from holdfast_core.api.training_job_status import (
     MAX_LINEAGE,
@@ -90,6 +91,7 @@ from holdfast_core.api.training_job_status import (
     SchedulingStatus,
     SparesStatus,
     TrainingJobStatus,
+    on_lineage,
 )
 
 __all__ = [
@@ -150,6 +152,7 @@ __all__ = [
     "ResizeStatus",
     "RestartRecord",
     "RestorePointStatus",
+    "RetentionSpec",
     "S3Spec",
     "SchedulingStatus",
     "SparesStatus",
@@ -163,8 +166,10 @@ __all__ = [
     "WhenDeleted",
     "changed",
     "merge_patch",
+    "on_lineage",
     "parse_duration",
     "parse_quantity_bytes",
+    "size_text",
     "strict",
     "with_status",
 ]

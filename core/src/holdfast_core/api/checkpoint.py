@@ -23,6 +23,9 @@ from holdfast_core.api.rules import cel_rules, remedy, rule, size_text
 from holdfast_core.api.training_job_status import DigestField, RoundField
 from holdfast_core.ids import CheckpointId, JobUid, Step
 
+MAX_CHECKPOINT_METRICS = 16
+"""A job may have thousands of Checkpoint objects, which the operator keeps in memory."""
+
 
 class DeletionPolicy(StrEnum):
     """What becomes of the data when the object is deleted."""
@@ -125,6 +128,14 @@ class CheckpointStatus(WithConditions):
     committed_at: Annotated[
         Timestamp | None, Field(description="When the operator saw it committed (UTC).")
     ] = None
+    metrics: Annotated[
+        dict[str, float],
+        Field(
+            max_length=MAX_CHECKPOINT_METRICS,
+            description="Values that rank 0 had reported when the step was saved, at most "
+            f"{MAX_CHECKPOINT_METRICS} by name, and that of retention.keepBest among them.",
+        ),
+    ] = Field(default_factory=dict)
     conditions: Conditions = ()
     observed_generation: Annotated[
         int | None, Field(ge=0, description="metadata.generation that this status describes.")

@@ -23,6 +23,7 @@ from holdfast_core.api.rules import (
     rule,
 )
 from holdfast_core.contract import DEFAULT_MTBF_SECONDS
+from holdfast_core.retention import BestMode, KeepBest, RetentionPolicy
 
 
 class PeerEncryption(StrEnum):
@@ -343,24 +344,152 @@ class ObjectTierSpec(ApiModel):
     ] = Compression.NONE
 
 
+class KeepEverySpec(ApiModel):
+    """Checkpoints at a distance from each other that are kept for good."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "has(self.steps) != has(self.duration)",
+                message=(
+                    "checkpoint.retention.keepEvery has both or none of steps and duration, expected "
+                    'exactly one: write for example {"steps": 10000} or {"duration": "6h"}'
+                ),
+            )
+        )
+    )
+
+    steps: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=1_000_000_000,
+            description="The first uploaded checkpoint at or after each multiple of this number of steps "
+            "stays.",
+            json_schema_extra=remedy("set the number of steps between two of them"),
+        ),
+    ] = None
+    duration: Annotated[
+        Annotated[str, DURATION] | None,
+        Field(
+            max_length=32,
+            description="The first uploaded checkpoint of each such period stays, a duration such as 6h. "
+            "Periods are counted from 1970 in UTC: with 6h they begin at 0, 6, 12 and 18 o'clock.",
+            json_schema_extra=cel_rules(
+                duration_rule("checkpoint.retention.keepEvery.duration", "6h")
+            ),
+        ),
+    ] = None
+
+
+class KeepBestSpec(ApiModel):
+    """Checkpoints with the best values of a metric."""
+
+    metric: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=128,
+            description="Name of a metric that rank 0 reports before the save, as by "
+            "ckpt.report(val_loss=...). A checkpoint without a finite value is never the best.",
+        ),
+    ]
+    mode: Annotated[
+        BestMode,
+        Field(
+            description="min: the lowest values are the best ones; max: the highest. As in Lightning's "
+            "ModelCheckpoint."
+        ),
+    ]
+    count: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=100,
+            description="Number of the best checkpoints that stay. Of two equal values, the older one "
+            "counts.",
+            json_schema_extra=remedy("1 keeps the best one only"),
+        ),
+    ] = 1
+
+
 class RetentionSpec(ApiModel):
-    """Which checkpoints are kept."""
+    """Which checkpoints are kept: those that any of these rules keeps, and those that something needs."""
 
     keep_last: Annotated[
         int,
         Field(
             ge=2,
             le=1000,
-            description="Number of newest committed checkpoints that are kept in every tier.",
+            description="Number of newest committed checkpoints that are kept, on the nodes and in the "
+            "object store. The other rules apply to the object store only.",
             json_schema_extra=remedy(
                 "if the newest checkpoint cannot be read, an older one is needed"
             ),
         ),
     ] = 3
+    keep_every: Annotated[
+        KeepEverySpec | None,
+        Field(
+            description="Keeps checkpoints at a distance from each other for good, by steps or by time. "
+            "Default: none."
+        ),
+    ] = None
+    keep_for: Annotated[
+        Annotated[str, DURATION] | None,
+        Field(
+            max_length=32,
+            description="Keeps each checkpoint for this time after its commit, as the ttl of a Velero "
+            "backup, a duration such as 720h. Default: none.",
+            json_schema_extra=cel_rules(duration_rule("checkpoint.retention.keepFor", "720h")),
+        ),
+    ] = None
+    hourly: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=8760,
+            description="Keeps the newest checkpoint of each of the last so many hours (UTC) that have "
+            "one, as restic's --keep-hourly.",
+            json_schema_extra=remedy("24 keeps one for each hour of a day"),
+        ),
+    ] = 0
+    daily: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=3650,
+            description="Keeps the newest checkpoint of each of the last so many days (UTC) that have "
+            "one, as restic's --keep-daily.",
+            json_schema_extra=remedy("7 keeps one for each day of a week"),
+        ),
+    ] = 0
+    keep_best: Annotated[
+        KeepBestSpec | None,
+        Field(description="Keeps the checkpoints with the best values of a metric. Default: none."),
+    ] = None
     when_deleted: Annotated[
         WhenDeleted,
-        Field(description="What happens to uploaded checkpoints when the job is deleted: Retain."),
+        Field(
+            description="What happens to uploaded checkpoints when the job is deleted. Retain: all of them "
+            "stay, with their Checkpoint objects."
+        ),
     ] = WhenDeleted.RETAIN
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        """The rules for the object store."""
+        every, best = self.keep_every, self.keep_best
+        duration = None if every is None else every.duration
+        return RetentionPolicy(
+            keep_last=self.keep_last,
+            every_steps=None if every is None else every.steps,
+            every=None if duration is None else parse_duration(duration),
+            keep_for=None if self.keep_for is None else parse_duration(self.keep_for),
+            hourly=self.hourly,
+            daily=self.daily,
+            best=None if best is None else KeepBest(best.metric, best.mode, best.count),
+        )
 
 
 class CheckpointPolicySpec(ApiModel):
@@ -388,6 +517,17 @@ class CheckpointPolicySpec(ApiModel):
                 ),
                 field_path=".object",
                 forbidden=True,
+            ),
+            rule(
+                "has(self.object) || !has(self.retention) || !(has(self.retention.keepEvery) ||"
+                " has(self.retention.keepFor) || has(self.retention.keepBest) ||"
+                " (has(self.retention.hourly) && self.retention.hourly > 0) ||"
+                " (has(self.retention.daily) && self.retention.daily > 0))",
+                message=(
+                    "checkpoint.retention has rules for the object store (keepEvery, keepFor, hourly, daily "
+                    "or keepBest), but the job has none: set checkpoint.object, or keep only keepLast"
+                ),
+                field_path=".retention",
             ),
         )
     )

@@ -189,6 +189,19 @@ class LineageEntry(ApiModel):
     ] = None
 
 
+def on_lineage(checkpoint: CheckpointId, lineage: tuple[LineageEntry, ...]) -> bool:
+    """Return whether step s of round r is on the lineage: s <= base step of r' for every later round r'.
+
+    A later round that started without a checkpoint takes all steps of earlier rounds off the lineage.
+    """
+    for entry in lineage:
+        if entry.round <= checkpoint.round:
+            continue
+        if entry.base is None or checkpoint.step > entry.base.step:
+            return False
+    return True
+
+
 class RecoveryStatus(ApiModel):
     """One recovery. Its phases follow each other: those that are set add up to the total.
 

@@ -616,6 +616,8 @@ class JobEffects:
             return
         if delete.kind == Checkpoint.KIND:
             await self.release_checkpoint(namespace, delete.name, delete.uid)
+            if delete.data is not None:
+                self._metrics.pruned(job)
             return
         options: dict[str, Any] = {"gracePeriodSeconds": 0} if delete.force else {}
         if delete.kind == job.KIND:

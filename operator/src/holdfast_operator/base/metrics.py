@@ -61,6 +61,11 @@ class Metrics:
             "Checkpoints that were quarantined, because ranks that restored them failed repeatedly.",
             _JOB,
         )
+        self._pruned = counter(
+            "holdfast_checkpoints_pruned",
+            "Checkpoints that were deleted from the object store, by the retention or by a person.",
+            _JOB,
+        )
         self._timeouts = counter(
             "holdfast_schedule_timeouts",
             "Times that the pods of a gang could not all be scheduled in time and were deleted.",
@@ -213,12 +218,17 @@ class Metrics:
             self._unreadable.labels(kind).set(counts.get(kind, 0))
         self._unreadable_kinds |= set(counts)
 
+    def pruned(self, job: Gang) -> None:
+        """Count a checkpoint that was deleted from the object store."""
+        self._pruned.labels(job.namespace, job.name).inc()
+
     def forget(self, namespace: str, job: str) -> None:
         """Remove the series of a job that is gone."""
         for metric in (
             self._goodput,
             self._lost_steps,
             self._quarantined,
+            self._pruned,
             *self._conditions.values(),
             self._timeouts,
             self._spares,

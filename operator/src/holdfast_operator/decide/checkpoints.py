@@ -7,9 +7,8 @@
 3. A request to save is a Checkpoint without a step. It is sent to the coordinator, and becomes the record of
    the first commit above the steps that were finished when it was sent. Requests between which no step was
    finished share one save. At most MAX_OPEN_REQUESTS of a job are open, and further ones expire.
-4. Retention sets phase Deleting, then orders the delete in the store, then deletes the object. It never
-   deletes the restore point, the newest commit or a pinned checkpoint, and it waits for the first replicated
-   commit of the round.
+4. Retention sets phase Deleting, then orders the delete in the store, then deletes the object. What is kept
+   and needed says `holdfast_core.store_retention`. It waits for the first replicated commit of the round.
 """
 
 from __future__ import annotations
@@ -22,16 +21,19 @@ from holdfast_core.api import (
     CheckpointPhase,
     CheckpointStatus,
     DeletionPolicy,
-    JobCondition,
     PersistedStep,
     changed,
+    on_lineage,
+    size_text,
 )
 from holdfast_core.ids import CheckpointId
 from holdfast_core.messages.schema import GangRequest, Prune, RestorePoint
 from holdfast_core.names import checkpoint_name
+from holdfast_core.retention import EXPLAINED
+from holdfast_core.store_retention import is_stored, needed_in_store, plan_store
 from holdfast_operator.decide.facts.readable import quarantined
-from holdfast_operator.decide.facts.world import World, on_lineage
-from holdfast_operator.model.actions import Action, Call, CallPath, Delete, DesiredObject
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.actions import Action, Call, CallPath, Delete, DesiredObject, normal
 from holdfast_operator.model.job import Now, RequestedSave
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.render import render_change, render_checkpoint
@@ -377,20 +379,9 @@ def _finalizers(world: World) -> list[Action]:
 
 
 def _protected(world: World) -> set[CheckpointId]:
-    """Return the checkpoints whose data is never deleted.
-
-    These are the newest commit, the restore point, and all of a quarantined step: the sidecars protect steps,
-    not rounds, and would refuse the delete.
-    """
-    status = world.status
-    apart = {c.step for c in quarantined(world)}
-    found = {i for c in world.own_checkpoints if (i := c.id) is not None and i.step in apart}
-    if status.last_persisted is not None:
-        found.add(status.last_persisted.id)
-    point = status.restore_point
-    if point is not None and point.id is not None:
-        found.add(point.id)
-    return found
+    """Return the checkpoints whose data is never deleted."""
+    needed = needed_in_store(world.job, world.own_checkpoints, world.observed.cloned)
+    return {checkpoint for found in needed.values() for checkpoint in found}
 
 
 def may_prune(world: World) -> bool:
@@ -422,30 +413,32 @@ def _deletes(world: World) -> list[Action]:
 
 
 def _retention(world: World) -> list[Action]:
-    # A missing checkpoint would count as one of those that are kept, and the others would be deleted.
-    if not may_prune(world) or world.status.is_true(JobCondition.CHECKPOINT_MISSING):
-        return []
-    status = world.status
+    own, now = world.own_checkpoints, world.now.without_gain
+    held = not may_prune(world)
+    plan = plan_store(world.job, own, world.observed.cloned, now, held=held)
     protected = _protected(world)
-    records = [
-        (id_, c)
-        for c in world.own_checkpoints
-        if (id_ := c.id) is not None and c.persisted and not c.deleting
+    doomed = [
+        c
+        for c in own
+        if c.status.phase is CheckpointPhase.DELETING
+        and c.persisted
+        and not c.deleting
+        and c.id not in protected
     ]
-    doomed = [c for _, c in records if c.status.phase is CheckpointPhase.DELETING]
-    committed = [(i, c) for i, c in records if c.status.phase is CheckpointPhase.COMMITTED]
-    on = sorted({i for i, _ in committed if on_lineage(i, status.lineage)}, reverse=True)
-    kept = set(on[: world.spec.checkpoint.retention.keep_last]) | protected
-    kept |= {
-        i for i, c in committed if c.spec.pin
-    }  # an id may have two objects, one of them pinned
     actions: list[Action] = []
     for checkpoint in doomed[:PRUNES_PER_PASS]:
         actions.extend(_prune(world, checkpoint))
-    excess = [c for i, c in committed if i not in kept]
-    for checkpoint in excess[:PRUNES_PER_PASS]:
-        message = "pruned by spec.checkpoint.retention"
+    reasons = {verdict.checkpoint: verdict.reason for verdict in plan.prune}
+    excess = [(c, reasons[c.id]) for c in own if is_stored(c) and c.id in reasons]
+    marked = excess[:PRUNES_PER_PASS]
+    for checkpoint, why in marked:
+        message = f"pruned by spec.checkpoint.retention: {EXPLAINED[why]}"
         actions.append(_moved(world, checkpoint, CheckpointPhase.DELETING, message=message))
+    if marked:
+        text = "; ".join(
+            f"{c.id} (size {size_text(c.status.bytes)}): {EXPLAINED[why]}" for c, why in marked
+        )
+        actions.append(normal(Reason.PRUNING, f"pruning checkpoints in the object store: {text}"))
     return actions
 
 

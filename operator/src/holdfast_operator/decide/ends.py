@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable
 from datetime import timedelta
 
-from holdfast_core.api import Checkpoint, JobCondition, TrainingJobStatus, changed
+from holdfast_core.api import Checkpoint, JobCondition, TrainingJobStatus, changed, on_lineage
 from holdfast_core.contract import NODE_DIR, SIDECAR_CONTAINER
 from holdfast_core.ids import Step
 from holdfast_core.messages.schema import GangRequest
@@ -37,7 +37,6 @@ from holdfast_operator.decide.facts.world import (
     World,
     all_ended,
     asked_for,
-    on_lineage,
     stop_requested,
     trains,
 )

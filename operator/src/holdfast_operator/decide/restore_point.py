@@ -28,13 +28,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast_core.api import LineageEntry, RestorePointStatus, changed
+from holdfast_core.api import LineageEntry, RestorePointStatus, changed, on_lineage
 from holdfast_core.errors import FormatError
 from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.ids import CheckpointId, Step, ranks_of
 from holdfast_core.messages.schema import UncommittedShard
 from holdfast_operator.decide.facts import readable
-from holdfast_operator.decide.facts.world import MemberState, Note, World, on_lineage
+from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.job import Done, Seen
 from holdfast_operator.model.reasons import Reason, first_of
 

@@ -46,6 +46,11 @@ class Now:
         """
         return min(self.utc - since, self.utc - self.jumped - since).total_seconds()
 
+    @property
+    def without_gain(self) -> datetime:
+        """The UTC time without a jump forward during this process, which would end times too early."""
+        return min(self.utc, self.utc - self.jumped)
+
     def is_within(self, length: timedelta, at: datetime) -> bool:
         """Return whether a UTC stamp is at most this old.
 
@@ -551,6 +556,8 @@ class Observed:
     """The newest reply of the round's coordinator. None: this process has received none yet."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """Checkpoints of this job, and the one that spec.restoreFrom names."""
+    cloned: frozenset[str] = frozenset()
+    """Names of the Checkpoints from which other jobs start that have none of their own in a store yet."""
     store: StoreView | None = None
     """The store that the spec names. None: the spec names no store, or the store does not exist, cannot be
     parsed or is being deleted."""

@@ -144,6 +144,10 @@ class JobIndex(Index[Gang]):
         named = self.of_name(job.namespace, job.name)
         return next((j for j in named if j.kind != job.kind), None)
 
+    def with_source(self, namespace: str) -> tuple[Gang, ...]:
+        """Return the gangs of a namespace that start from a Checkpoint."""
+        return self.of("source", namespace)
+
     def newest_start(self, namespace: str, store: str) -> datetime | None:
         """Return when the newest job was created that uses the store and has no round yet, or None."""
         starts = self._starts.get((namespace, store))
@@ -162,11 +166,12 @@ class JobIndex(Index[Gang]):
 
 
 def _named(job: Gang) -> Iterable[Names]:
-    """Yield kind, namespace and name of the objects that the job's spec names."""
+    """Yield kind, namespace and name of the objects that the spec names, and whether it has a source."""
     if job.spec.store is not None:
         yield CheckpointStore.KIND, job.namespace, job.spec.store
     if job.spec.source_checkpoint is not None:
         yield Checkpoint.KIND, job.namespace, job.spec.source_checkpoint
+        yield "source", job.namespace
 
 
 def _starts(job: Gang) -> bool:

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from holdfast_core import store_retention
 from holdfast_core.api import (
     MAX_MISSING,
     Checkpoint,
@@ -38,6 +39,7 @@ from holdfast_core.api import (
     PersistedStep,
     TrainingJobStatus,
     changed,
+    on_lineage,
 )
 from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import RestorePoint
@@ -45,7 +47,6 @@ from holdfast_operator.decide.facts.world import (
     MemberState,
     World,
     back_to,
-    on_lineage,
     restore_point_is_missing,
 )
 from holdfast_operator.model.job import ManifestView, PodView, Seen
@@ -56,8 +57,7 @@ from holdfast_operator.model.reasons import Reason
 
 def quarantined(world: World) -> frozenset[CheckpointId]:
     """Return the checkpoints that the gang does not restore."""
-    released = world.spec.failure_policy.released_steps
-    return frozenset(q for q in world.status.quarantined if q.step not in released)
+    return store_retention.quarantined(world.job)
 
 
 def with_released(status: TrainingJobStatus, world: World) -> TrainingJobStatus:

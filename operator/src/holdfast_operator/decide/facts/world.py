@@ -19,11 +19,12 @@ from holdfast_core.api import (
     LineageEntry,
     PersistedStep,
     TrainingJobStatus,
+    on_lineage,
 )
 from holdfast_core.api import with_status as job_with_status
 from holdfast_core.api.checkpoint_adoption import CheckpointAdoptionSpec
 from holdfast_core.api.training_job import TrainingJobSpec
-from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Step, Worker, is_spare
+from holdfast_core.ids import FIRST_SPARE, RestartRound, Step, Worker, is_spare
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import another_secret_name
 from holdfast_operator.model import labels
@@ -582,19 +583,6 @@ class World:
     def call_coordinator(self, path: CallPath, message: Message) -> list[Call]:
         member = self.coordinator_member()
         return [] if member is None else member.call(path, message)
-
-
-def on_lineage(checkpoint: CheckpointId, lineage: tuple[LineageEntry, ...]) -> bool:
-    """Return whether step s of round r is on the lineage: s <= base step of r' for every later round r'.
-
-    A later round that started without a checkpoint takes all steps of earlier rounds off the lineage.
-    """
-    for entry in lineage:
-        if entry.round <= checkpoint.round:
-            continue
-        if entry.base is None or checkpoint.step > entry.base.step:
-            return False
-    return True
 
 
 def back_to(step: Step, lineage: tuple[LineageEntry, ...]) -> tuple[LineageEntry, ...]:

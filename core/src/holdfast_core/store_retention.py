@@ -1,0 +1,109 @@
+"""Apply the retention to the Checkpoint objects of a job, which say what the object store has. Pure.
+
+The operator prunes by this plan, and `kubectl holdfast prune` shows it. A checkpoint is deleted in two steps,
+each in a pass of its own:
+
+1. The Checkpoint gets phase Deleting. From then on no job may name it in spec.restoreFrom.
+2. The data is deleted, unless something needs the checkpoint again. A job that chose it before step 1 is
+   known by then, because the same process reads jobs and Checkpoints in the order of their changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from datetime import datetime
+
+from holdfast_core.api import Checkpoint, CheckpointPhase, Gang, JobCondition, on_lineage
+from holdfast_core.ids import CheckpointId, Level
+from holdfast_core.retention import (
+    Committed,
+    RetentionPlan,
+    RetentionReason,
+    RetentionState,
+    plan_retention,
+)
+
+
+def is_stored(checkpoint: Checkpoint) -> bool:
+    """Return whether the object store has the checkpoint, and no deletion of it has begun."""
+    committed = checkpoint.status.phase is CheckpointPhase.COMMITTED
+    return committed and checkpoint.persisted and not checkpoint.deleting
+
+
+def needs_source(gang: Gang) -> bool:
+    """Return whether a gang may still read the checkpoint of its spec.restoreFrom.
+
+    It may until it has a checkpoint of its own in the store: the loss of all its nodes leads back there.
+    """
+    status = gang.status
+    own = status.last_persisted is not None or status.completion_time is not None
+    return gang.spec.source_checkpoint is not None and not own and not gang.deleting
+
+
+def quarantined(gang: Gang) -> frozenset[CheckpointId]:
+    """Return the checkpoints that the gang does not restore."""
+    released = gang.spec.failure_policy.released_steps
+    return frozenset(q for q in gang.status.quarantined if q.step not in released)
+
+
+def needed_in_store(
+    gang: Gang, checkpoints: Iterable[Checkpoint], cloned: Collection[str]
+) -> dict[RetentionReason, Collection[CheckpointId]]:
+    """Return the checkpoints of a gang that must stay in the object store, by reason.
+
+    All checkpoints of a quarantined step stay: sidecars protect steps, not rounds, and would refuse the
+    delete.
+
+    Args:
+        checkpoints: The gang's own Checkpoints.
+        cloned: Names of the Checkpoints from which other jobs start.
+    """
+    known = [(id_, c) for c in checkpoints if (id_ := c.id) is not None]
+    last, point = gang.status.last_persisted, gang.status.restore_point
+    apart = {c.step for c in quarantined(gang)}
+    start = None if point is None or point.job_uid is not None else point.id
+    return {
+        RetentionReason.PINNED: [id_ for id_, c in known if c.spec.pin],
+        RetentionReason.CLONED: [id_ for id_, c in known if c.name in cloned],
+        RetentionReason.QUARANTINED: [id_ for id_, _ in known if id_.step in apart],
+        RetentionReason.RESTORE_POINT: [] if start is None else [start],
+        RetentionReason.NEWEST_PERSISTED: [] if last is None else [last.id],
+    }
+
+
+def plan_store(
+    gang: Gang,
+    checkpoints: Iterable[Checkpoint],
+    cloned: Collection[str],
+    now: datetime,
+    *,
+    held: bool = False,
+) -> RetentionPlan:
+    """Return a verdict on every checkpoint that the object store has of a gang.
+
+    Args:
+        checkpoints: The gang's own Checkpoints. Two objects may record one checkpoint.
+        cloned: Names of the Checkpoints from which other jobs start.
+        now: The present time.
+        held: Nothing may be pruned now. Nothing is pruned, too, while the store lacks a checkpoint that it
+            had: it would count as one of those that are kept.
+    """
+    own = tuple(checkpoints)
+    stored = {id_: c for c in own if is_stored(c) and (id_ := c.id) is not None}
+    lineage = gang.status.lineage
+    committed = tuple(
+        Committed(
+            id_, Level.PERSISTED, c.status.committed_at, c.status.metrics, on_lineage(id_, lineage)
+        )
+        for id_, c in stored.items()
+    )
+    return plan_retention(
+        RetentionState(
+            committed=committed,
+            policy=gang.spec.checkpoint.retention.policy,
+            needed=needed_in_store(gang, own, cloned),
+            now=now,
+            protecting_level=Level.PERSISTED,
+            held=held or gang.status.is_true(JobCondition.CHECKPOINT_MISSING),
+        )
+    )
