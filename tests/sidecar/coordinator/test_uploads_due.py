@@ -79,6 +79,16 @@ def test_the_first_committed_step_is_uploaded_at_once(interval: dict[str, int]) 
     assert queued(ledger, uploads(ledger, **interval), 5, 6, 7) == [5]
 
 
+@pytest.mark.parametrize("restored", [None, 5], ids=["started over", "restarted"])
+def test_the_first_committed_step_of_a_later_round_is_uploaded_at_once(
+    restored: int | None,
+) -> None:
+    """ROUND names no step of the store that a gang which started over continues from."""
+    ledger = new_ledger()
+    asked = uploads(ledger, seconds=3600, restored=restored)
+    assert queued(ledger, asked, 6, 7, 8) == [6]
+
+
 def test_an_upload_that_was_requested_takes_no_multiple_away() -> None:
     ledger = new_ledger()
     asked = uploads(ledger, every=10, restored=5, last=RestorePoint(Step(5), RestartRound(0)))
