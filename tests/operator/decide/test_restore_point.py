@@ -23,9 +23,11 @@ from tests.support.operator.builders import (
 
 from holdfast_core.api import LineageEntry, PersistedStep, TrainingJobStatus, changed, on_lineage
 from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
+from holdfast_core.messages.schema import ListedManifest
 from holdfast_operator.decide.facts.world import back_to
 from holdfast_operator.decide.restore_point import (
     MAX_LINEAGE,
+    AskStore,
     Choice,
     Chosen,
     Wait,
@@ -228,6 +230,43 @@ def test_committed_and_unreadable_waits_and_never_starts_over() -> None:
     assert choice.note.reason == Reason.RESTORE_POINT_UNAVAILABLE
     assert "step 10 was committed" in choice.note.message
     assert "delete this job and create it again" in choice.note.message
+
+
+STORED = ListedManifest(Step(20), RestartRound(0), manifest_digest(20, 0), 2)
+
+
+def asked(stored: tuple[ListedManifest, ...] | None, **changes: Any) -> Choice:
+    """Return the choice of a gang whose pods are all new, of which one has listed the store."""
+    new_a = pod(0, 1)
+    found = sidecar(new_a, 1)
+    assert found.inventory is not None
+    listed = replace(found, inventory=replace(found.inventory, stored=stored))
+    state = status(1, (1, 1), **{"lineage": FROM_THE_BEGINNING, **changes})
+    observed = Observed(
+        job=job(2, state, store="main"), pods=(new_a, NEW_B), sidecars=(listed,), store=store()
+    )
+    return choose(world_of(observed, JUST_BEGUN, at=1000.0))
+
+
+@pytest.mark.parametrize("known", [None, 10], ids=["no commit is known", "step 10 was committed"])
+def test_the_store_is_asked_before_a_gang_goes_on_without_a_checkpoint(known: int | None) -> None:
+    """The status has no record of a step that was persisted while the operator was away."""
+    committed = None if known is None else Step(known)
+    waits = asked(None, last_committed_step=committed)
+    assert isinstance(waits, AskStore)
+    assert waits.note.reason == Reason.WAITING_FOR_STORE
+    choice = asked((STORED,), last_committed_step=committed)
+    assert isinstance(choice, Chosen)
+    assert (choice.point.id, choice.point.manifest) == (
+        CheckpointId(Step(20), RestartRound(0)),
+        manifest_digest(20, 0),
+    )
+
+
+def test_a_checkpoint_of_the_store_that_is_off_the_lineage_is_not_restored() -> None:
+    lineage = (LineageEntry(round=RestartRound(1)),)
+    choice = asked((STORED,), lineage=lineage)
+    assert chosen_step(choice) is None
 
 
 def test_an_older_checkpoint_object_is_better_than_waiting() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -159,7 +159,8 @@ class PlayedSidecar:
             return self._refuse(Refusal.STALE_ROUND, "an older round")
         if message.round > self.round:
             self.round, self.version = message.round, 0
-        return _json(self.inventory)
+        found = replace(self.inventory, stored=()) if message.look_in_store else self.inventory
+        return _json(found)
 
     async def _round(self, request: web.Request) -> web.Response:
         message = self.read_round(await request.read())

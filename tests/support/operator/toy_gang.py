@@ -31,6 +31,7 @@ from holdfast_core.messages.schema import (
     DeadRank,
     Failure,
     FinishCommit,
+    ListedManifest,
     ListedShard,
     RestoredFrom,
     RestorePoint,
@@ -55,6 +56,8 @@ class ToySidecar:
     shards: dict[tuple[CheckpointId, Rank], ListedShard] = field(default_factory=dict)
     saved: dict[CheckpointId, int] = field(default_factory=dict)
     """Number of ranks that saved each checkpoint of which this worker wrote its own shard."""
+    stored: tuple[ListedManifest, ...] | None = None
+    """What it has found in the object store for the round for which it is sealed."""
     _inventory: InventoryView | None = None
     _inventory_of: tuple[object, ...] = ()
     """What the kept inventory was made of. Nothing is deleted from the disk, so that lengths suffice."""
@@ -62,7 +65,17 @@ class ToySidecar:
     def seal(self, round_: RestartRound) -> InventoryView:
         if round_ < self.round:
             raise StaleRoundError(f"seal {round_}, own {self.round}", own_round=self.round)
+        if round_ > self.round:
+            self.stored = None
         self.round = round_
+        return self.inventory()
+
+    def look_in_store(self, store: ToyStore) -> InventoryView:
+        if not store.away:
+            self.stored = tuple(
+                ListedManifest(id_.step, id_.round, info.manifest, info.world_size)
+                for id_, info in store.checkpoints.items()
+            )
         return self.inventory()
 
     def take_round(self, message: Round) -> InventoryView:
@@ -78,6 +91,7 @@ class ToySidecar:
             assert named == self.worker, f"{self.pod} is worker {self.worker}, not {named}"
         self.worker = named
         self.message = message
+        self.stored = None
         return self.inventory()
 
     def finish_commit(self, message: FinishCommit) -> InventoryView:
@@ -99,7 +113,8 @@ class ToySidecar:
 
     def inventory(self) -> InventoryView:
         state = (self.round, self.version, self.worker, self.has_launcher)
-        made_of = (*state, len(self.manifests), len(self.shards), len(self.saved))
+        lengths = (len(self.manifests), len(self.shards), len(self.saved))
+        made_of = (*state, *lengths, -1 if self.stored is None else len(self.stored))
         if self._inventory is None or self._inventory_of != made_of:
             self._inventory, self._inventory_of = self._list(), made_of
         return self._inventory
@@ -117,6 +132,7 @@ class ToySidecar:
                 for id_, size in self.saved.items()
                 if id_ not in self.manifests and (id_, Rank(self.worker)) in self.shards
             ),
+            stored=self.stored,
         )
 
     def keep(self, id_: CheckpointId, rank: Rank) -> None:

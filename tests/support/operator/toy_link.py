@@ -176,6 +176,8 @@ class ToyLink(Sidecars):
             match message:
                 case Seal(round=round_):
                     inventory = sidecar.seal(round_)
+                    if message.look_in_store:
+                        inventory = sidecar.look_in_store(self._cluster.store)
                 case FinishCommit():
                     inventory = sidecar.finish_commit(message)
                     made = CheckpointId(message.step, message.saved_in)

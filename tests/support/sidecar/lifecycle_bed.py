@@ -22,6 +22,7 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.save.place import RankLayouts
 from holdfast_core.shards.file import ShardRecord
+from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Signal
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
@@ -82,7 +83,12 @@ class World:
     """The lifecycle of worker 0, with stand-ins for the parts that copy bytes and start ranks."""
 
     def __init__(
-        self, node: SlowNode, folder: Path, round_: int = 4, job_uid: JobUid | None = None
+        self,
+        node: SlowNode,
+        folder: Path,
+        round_: int = 4,
+        job_uid: JobUid | None = None,
+        store: ObjectTier | None = None,
     ) -> None:
         self.node: Any = node
         self.clock = ManualClock()
@@ -131,7 +137,7 @@ class World:
         self.lifecycle = Lifecycle(
             Pod(settings, self.clock, self.current),
             self.node,  # type: ignore[arg-type]
-            Tiers(self.node, None, self.pools),
+            Tiers(self.node, store, self.pools),
             components,
             BackgroundLimit(folder, self.clock.monotonic),
             Telemetry(Metrics(), Failures(changed)),

@@ -115,6 +115,8 @@ class Seal:
     """
 
     round: RestartRound
+    look_in_store: bool = False
+    """List the checkpoints of the job in the object store besides (Inventory.stored)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,9 @@ class Inventory:
     """The newest ones. If all ranks have one of a step, its commit can be finished."""
     launcher: bool = False
     """The launcher of the pod is connected. That of a spare connects when it has imported torch."""
+    stored: Annotated[tuple[ListedManifest, ...], Meta(max_length=MAX_LISTED)] | None = None
+    """The newest checkpoints of the job in the object store, listed after the seal. None: SEAL did not ask
+    for them, or the store has not answered."""
 
 
 @dataclass(frozen=True, slots=True)

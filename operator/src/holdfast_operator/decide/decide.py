@@ -32,11 +32,12 @@ from holdfast_core.api import (
     GoodputStatus,
     JobCondition,
     LineageEntry,
+    PersistedStep,
     RestorePointStatus,
     TrainingJobStatus,
     changed,
 )
-from holdfast_core.messages.schema import FinishCommit
+from holdfast_core.messages.schema import FinishCommit, Seal
 from holdfast_operator.decide import (
     checkpoints,
     ends,
@@ -45,7 +46,7 @@ from holdfast_operator.decide import (
     restore_point,
     writes,
 )
-from holdfast_operator.decide.facts import scheduling, sizes, spec
+from holdfast_operator.decide.facts import readable, scheduling, sizes, spec
 from holdfast_operator.decide.facts.evidence import CANNOT_START
 from holdfast_operator.decide.facts.nodes import next_departure, waiting_note
 from holdfast_operator.decide.facts.spec import birth_problem
@@ -94,8 +95,8 @@ from holdfast_operator.model.actions import (
 from holdfast_operator.model.job import Now, Observed, PodPhase, Seen
 from holdfast_operator.model.reasons import Reason
 
-FINISHING_MEMBERS = 4
-"""Members that are sent the manifest of an interrupted commit."""
+ASKED_MEMBERS = 4
+"""Members that are sent the manifest of an interrupted commit, or that list the object store."""
 RUNNING_SECONDS = 5.0
 """Pause between passes while the gang trains."""
 
@@ -132,9 +133,9 @@ def _decide(world: World) -> Decision:
     if job.deleting:
         freed = ends.release_all(world, "the job is being deleted")
         return Decision.of(freed, None, "the job is being deleted")
-    readable = unreadable_pass(world)
-    if readable is not None:
-        return readable
+    unreadable = unreadable_pass(world)
+    if unreadable is not None:
+        return unreadable
     if is_over(job.status):
         return over(world)
     if job.status.is_true(JobCondition.SUSPENDED) or (
@@ -206,6 +207,8 @@ def choose(world: World) -> Decision:
     if isinstance(choice, restore_point.InterruptedCommit):
         actions.extend(_finishes(world, choice))
         return with_status_write(world, actions, choice.note, STARTING_SECONDS)
+    if isinstance(choice, restore_point.AskStore):
+        actions.extend(_store_lists(world))
     note = _refused(world) or _pod_trouble(world) or choice.note
     pause = again_after(world, world.memory.round_seen_at, STARTING_SECONDS)
     return with_status_write(world, actions, note, pause)
@@ -223,16 +226,24 @@ def _chosen(world: World, choice: restore_point.Chosen) -> Decision:
 def _finishes(world: World, choice: restore_point.InterruptedCommit) -> Iterator[Action]:
     """Yield the requests to some members to write the manifest. The others read it from one of them."""
     message = FinishCommit(world.round, choice.id.step, choice.id.round, choice.manifest)
-    for member in world.members[:FINISHING_MEMBERS]:
+    for member in world.members[:ASKED_MEMBERS]:
         yield from member.call(CallPath.FINISH_COMMIT, message)
+
+
+def _store_lists(world: World) -> Iterator[Action]:
+    """Yield the requests to some members to list the object store. One of them suffices."""
+    answered = [m for m in world.members if readable.has_answered(m, world)]
+    for member in answered[:ASKED_MEMBERS]:
+        yield from member.call(CallPath.SEAL, Seal(world.round, look_in_store=True))
 
 
 def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatus:
     """Return the status of CAS 2 with restore point, lineage and coordinator.
 
-    The step and the levels in the status go down to the restore point.
+    The step and the levels in the status go down to the restore point. A checkpoint that was found in the
+    store is recorded as persisted.
     """
-    status = world.status
+    status = _with_found(world, choice.point)
     point: RestorePointStatus = choice.point
     entry = LineageEntry(round=world.round, base=point.id, base_manifest=point.manifest)
     own = point.step if point.job_uid is None else None
@@ -251,6 +262,18 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
         last_replicated_step=None if replicated is None or own is None else min(replicated, own),
         goodput=_less_lost_work(status.goodput, lost, status.step),
     )
+
+
+def _with_found(world: World, point: RestorePointStatus) -> TrainingJobStatus:
+    """Return the status in which a restore point that only a list of the store names is persisted."""
+    id_, manifest, status = point.id, point.manifest, world.status
+    if id_ is None or manifest is None or point.job_uid is not None:
+        return status
+    answered = [m for m in world.members if readable.has_answered(m, world)]
+    if world.last_persisted is not None or id_ not in readable.stored_list(answered):
+        return status
+    found = PersistedStep(step=id_.step, round=id_.round, manifest=manifest)
+    return changed(status, last_persisted=found)
 
 
 def _less_lost_work(

@@ -17,9 +17,11 @@
    all on their nodes, the commit is finished first. The choice waits for that for HOLDERS_SECONDS at most.
    The ranks of a gang save a step together, and each sidecar writes its shard before it answers SEAL. If no
    pod is lost, such a step is as complete as a committed one, except for its manifest (ADR 0018).
-7. If a step is known to have been committed and no candidate is complete, the job waits. It never starts
+7. If no candidate is complete, a sidecar lists the object store, which may have a checkpoint that the
+   status does not name.
+8. If a step is known to have been committed and no candidate is complete, the job waits. It never starts
    over without a checkpoint by itself.
-8. A checkpoint that could not be read anywhere is chosen only if no other one is complete (readable.py).
+9. A checkpoint that could not be read anywhere is chosen only if no other one is complete (readable.py).
    Sidecars then look for it until they find it.
 """
 
@@ -78,7 +80,14 @@ class InterruptedCommit:
     note: Note
 
 
-Choice = Chosen | Wait | Exhausted | InterruptedCommit
+@dataclass(frozen=True, slots=True)
+class AskStore:
+    """A sidecar lists the object store first, because nothing that is known can be restored."""
+
+    note: Note
+
+
+Choice = Chosen | Wait | Exhausted | InterruptedCommit | AskStore
 
 
 def choose(world: World) -> Choice:
@@ -116,6 +125,12 @@ def choose(world: World) -> Choice:
         return finish
     if best is not None:
         return _chosen(world, best, newest, bool(unknown))
+    if _store_may_have_one(world, answered):
+        text = (
+            "no checkpoint that the status names can be read, so the sidecars list those in CheckpointStore "
+            f"{world.spec.store}. The gang waits until the store answers"
+        )
+        return AskStore(Note(Reason.WAITING_FOR_STORE, text))
     committed = readable.recorded_commit(world)
     if committed is not None:
         text = (
@@ -158,6 +173,17 @@ def _kept_on_lost_node(member: MemberState, world: World) -> bool:
     """
     alive = member.pod is not None and member.pod.alive
     return alive and member.node_lost and readable.is_survivor(member, world)
+
+
+def _store_may_have_one(world: World, answered: list[MemberState]) -> bool:
+    """Return whether the object store may have a checkpoint of which the status has no record.
+
+    All pods may be lost, or the operator may be away, between the upload of a step and its record. Silence of
+    the store is no loss (ADR 0007).
+    """
+    if world.spec.store is None or readable.nothing_committed(world, answered):
+        return False
+    return not readable.store_is_listed(answered)
 
 
 _MAY_HAVE_NEWEST = "they may have the newest step"

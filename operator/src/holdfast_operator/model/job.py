@@ -20,7 +20,12 @@ from holdfast_core.api import Checkpoint, CheckpointStore, Gang, StoreCondition,
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
-from holdfast_core.messages.schema import CoordinatorState, ListedShard, UncommittedShard
+from holdfast_core.messages.schema import (
+    CoordinatorState,
+    ListedManifest,
+    ListedShard,
+    UncommittedShard,
+)
 from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
 
@@ -353,6 +358,8 @@ class InventoryView:
     manifests: tuple[ManifestView, ...] = ()
     shards: tuple[ListedShard, ...] = ()
     uncommitted: tuple[UncommittedShard, ...] = ()
+    stored: tuple[ListedManifest, ...] | None = None
+    """Newest checkpoints of the job in the object store. None: it was not asked, or the store not reached."""
 
 
 @dataclass(frozen=True, slots=True)

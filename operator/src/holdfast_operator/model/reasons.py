@@ -110,6 +110,8 @@ class Reason(StrEnum):
     """The kubelet cannot pull an image or create a container. The job waits without a restart."""
     WAITING_FOR_HOLDERS = "WaitingForHolders"
     """A sidecar that may hold the newest step has not answered yet."""
+    WAITING_FOR_STORE = "WaitingForStore"
+    """No known checkpoint can be read, and the object store has not answered yet whether it has another."""
     RESTORE_POINT_UNAVAILABLE = "RestorePointUnavailable"
     """A step was committed, but no complete checkpoint can be read. The job waits and never starts over."""
     HOLDER_UNREACHABLE = "HolderUnreachable"

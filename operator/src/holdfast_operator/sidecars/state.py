@@ -99,6 +99,7 @@ class Manifests:
             manifests=tuple(found),
             shards=inventory.shards,
             uncommitted=inventory.uncommitted,
+            stored=inventory.stored,
         )
 
     def keep(self, digests: Set[Digest]) -> None:

@@ -8,7 +8,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from holdfast_core.errors import CorruptionError, HoldfastError, UnreadableError
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    UnreadableError,
+)
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step, TierName
 from holdfast_core.messages.codec import MAX_LISTED, dumps, reply_limit_bytes
@@ -20,6 +26,7 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.save.place import info_of
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
+from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
@@ -33,6 +40,8 @@ MOST_ENTRY_BYTES = 320
 _UNCOMMITTED_OF_A_RANK = 8
 """Shards without a manifest that are listed for each rank. A fast rank has some that a slow one has not, and
 only the newest step that all ranks have can be restored."""
+_LISTED_OF_STORE = 64
+"""Checkpoints of the store whose manifests are read, those of the newest rounds first."""
 
 
 class Inventories:
@@ -41,11 +50,33 @@ class Inventories:
     def __init__(self, pod: Pod, tiers: Tiers, saves: SaveComponents, telemetry: Telemetry) -> None:
         self._pod = pod
         self._node = tiers.node
+        self._store = tiers.store
+        self._pools = tiers.pools
         self._read = tiers.pools.read
         self._stager = saves.stager
         self._layouts = saves.layouts
         self._telemetry = telemetry
         self._changed = logs.Changed()
+        self._stored: tuple[RestartRound, tuple[ListedManifest, ...]] | None = None
+        """The sealed round for which the store was listed last, and what it had."""
+
+    async def look_in_store(self, round_: RestartRound) -> None:
+        """List the checkpoints of the job in the store, for the inventories of this sealed round.
+
+        A store that cannot be listed is logged. The operator asks again.
+        """
+        if self._store is None:
+            return
+        contract = self._pod.contract
+        try:
+            found = await self._pools.store.run(
+                stored_manifests, self._store, contract.namespace, contract.job_uid
+            )
+        except HoldfastError as error:
+            self._changed.log("store", "the object store cannot be listed", error=str(error))
+            return
+        self._changed.healthy("store")
+        self._stored = (round_, found)
 
     async def take(self, state: RoundState, *, launcher: bool) -> Inventory:
         """Return what this pod has now.
@@ -72,6 +103,7 @@ class Inventories:
             shards=shards,
             uncommitted=await self._uncommitted(state, manifests),
             launcher=launcher,
+            stored=self._listed_of_store(state),
         )
         fitting = await self._read.run(fit, whole)
         left_out = len(whole.manifests) - len(fitting.manifests)
@@ -82,6 +114,13 @@ class Inventories:
         else:
             self._changed.healthy("inventory")
         return fitting
+
+    def _listed_of_store(self, state: RoundState) -> tuple[ListedManifest, ...] | None:
+        """Return what the store had after the seal of this round. None: it is not known, or no longer."""
+        stored = self._stored
+        if stored is None or state.accepted is not None or stored[0] != state.round:
+            return None
+        return stored[1]
 
     async def _uncommitted(
         self, state: RoundState, manifests: tuple[ListedManifest, ...]
@@ -179,6 +218,27 @@ def listed_manifests(
             corrupt()
         except HoldfastError as error:
             logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))
+    return tuple(sorted(found, key=lambda m: (m.step, m.round)))
+
+
+def stored_manifests(
+    store: ObjectTier, namespace: str, job_uid: JobUid
+) -> tuple[ListedManifest, ...]:
+    """Return the checkpoints of the newest rounds in the object store, in order of step and round. Blocking.
+
+    A manifest that is not valid is left out and logged: no restore could use it.
+    """
+    found: list[ListedManifest] = []
+    there = sorted(store.list_manifests(namespace, job_uid), key=lambda c: (c.round, c.step))
+    for checkpoint in there[-_LISTED_OF_STORE:]:
+        try:
+            document = store.get_manifest(namespace, job_uid, checkpoint)
+            ranks = parse_manifest_of(document, job_uid, checkpoint).world_size
+        except (CorruptionError, FormatError, NotFoundError) as error:
+            logs.warning("a manifest of the store is left out", error=str(error))
+            continue
+        digest = manifest_digest(document)
+        found.append(ListedManifest(checkpoint.step, checkpoint.round, digest, ranks))
     return tuple(sorted(found, key=lambda m: (m.step, m.round)))
 
 

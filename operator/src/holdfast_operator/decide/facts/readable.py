@@ -196,12 +196,23 @@ def candidates(world: World, answered: list[MemberState]) -> list[Candidate]:
                 continue
             if on_lineage(id_, status.lineage):
                 found.setdefault(id_, Candidate(id_, info.manifest, info, persisted=False))
-    for id_, manifest in _persisted(world):
+    for id_, manifest in (*_persisted(world), *stored_list(answered).items()):
         if on_lineage(id_, status.lineage) and id_ not in apart:
             known = found.get(id_)
             manifest_info = None if known is None else known.info
             found[id_] = Candidate(id_, manifest, manifest_info, persisted=True)
     return sorted(found.values(), key=lambda c: (c.id.step, c.id.round), reverse=True)
+
+
+def stored_list(answered: list[MemberState]) -> dict[CheckpointId, Digest]:
+    """Return the checkpoints that these members have found in the object store, each with its manifest."""
+    lists = (m.inventory.stored or () for m in answered if m.inventory is not None)
+    return {CheckpointId(s.step, s.round): s.manifest for found in lists for s in found}
+
+
+def store_is_listed(answered: list[MemberState]) -> bool:
+    """Return whether one of these members has listed the object store for this round."""
+    return any(m.inventory is not None and m.inventory.stored is not None for m in answered)
 
 
 def holders(answered: list[MemberState]) -> Holders:
@@ -329,7 +340,7 @@ def never_trained(world: World) -> bool:
     return not status.lineage and status.restore_point is None and recorded_commit(world) is None
 
 
-def _nothing_committed(world: World, answered: list[MemberState]) -> bool:
+def nothing_committed(world: World, answered: list[MemberState]) -> bool:
     """Return whether the job is known to have no committed step.
 
     That is so if it has never trained, or if the status has no commit and a survivor of the first round
@@ -361,7 +372,7 @@ def silent_can_be_lost(world: World, without: Collection[Worker]) -> bool:
     survivors = [m for m in answered if is_survivor(m, world)]
     if not survivors:
         return never_trained(world)
-    if _nothing_committed(world, answered):
+    if nothing_committed(world, answered):
         return True
     owed = known_commit(world, answered)
     best = _best(world, answered)
@@ -381,7 +392,7 @@ def lost_can_be_given_up(world: World, without: Collection[Worker]) -> bool:
         return True
     answered = _answered(world, without)
     if world.status.restore_point is None:
-        return _nothing_committed(world, answered) or _best(world, answered) is not None
+        return nothing_committed(world, answered) or _best(world, answered) is not None
     return _survives_by_copies(world, without) or _untouched_since_chosen(world, answered)
 
 
