@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 15320,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
-    "operator": 12220,
-    "sidecar": 8370,
-    "trainer_sdk": 16830,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
+    "core": 16130,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
+    "operator": 12280,
+    "sidecar": 8480,
+    "trainer_sdk": 16820,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
     "cli": 640,
 }
 """Most lines of code of each package."""
