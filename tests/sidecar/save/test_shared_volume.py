@@ -200,6 +200,7 @@ def test_a_note_that_is_no_regular_file_is_refused_at_once(
 
 DOCUMENT = rank_layout()
 DIGEST: Digest = digest_of(DOCUMENT)
+STAGE = Stage(RestartRound(0), Step(3), Rank(0), SLOT, 5, DIGEST)
 
 
 @pytest.fixture
@@ -241,7 +242,7 @@ def test_a_layout_is_not_read_through_a_link(
     (victim.parent / "layout").write_bytes(DOCUMENT)
     (shared / "layouts" / f"{hex_of(DIGEST)}.json").symlink_to(victim.parent / "layout")
     with pytest.raises(HoldfastError):
-        asyncio.run(layouts.ensure(DIGEST))
+        asyncio.run(layouts.ensure(STAGE))
 
 
 @pytest.mark.fault("A trainer puts a FIFO, socket, directory or sparse file in place of a layout")
@@ -252,7 +253,7 @@ def test_a_layout_that_is_no_regular_file_is_refused_at_once(
     (shared / "layouts").mkdir()
     make(shared / "layouts" / f"{hex_of(DIGEST)}.json")
     with pytest.raises(HoldfastError):
-        within_guard(lambda: asyncio.run(layouts.ensure(DIGEST)))
+        within_guard(lambda: asyncio.run(layouts.ensure(STAGE)))
 
 
 # --------------------------------------------------------------------------- slots

@@ -10,9 +10,9 @@ from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.base.telemetry import Failures, Metrics, Telemetry
+from holdfast_sidecar.base.telemetry import Failures, Metrics, NodeReports, Telemetry
 from holdfast_sidecar.base.tiers import Pools
-from holdfast_sidecar.save.components import NodeReports, node_place
+from holdfast_sidecar.save.components import node_place
 
 
 def stager_of(

@@ -28,6 +28,8 @@ class Recorder:
             self._on = mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ)
         self._seen: dict[int, CodeType] = {}
         self._file = -1
+        self._opening = threading.Lock()
+        """Two threads must not both begin the file."""
         os.register_at_fork(after_in_child=self._begin_again)
 
     def _begin_again(self) -> None:
@@ -35,6 +37,7 @@ class Recorder:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+        self._opening = threading.Lock()
         self._seen = {}
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
@@ -47,8 +50,9 @@ class Recorder:
         name = code.co_filename
         if not name.startswith(_SOURCES):
             return
-        if self._file < 0:
-            self._file = self._open()
+        with self._opening:
+            if self._file < 0:
+                self._file = self._open()
         line = f"{time.monotonic_ns()}\t{name[len(str(_ROOT)) + 1 :]}\t{code.co_qualname}\n"
         os.write(self._file, line.encode())
 

@@ -161,11 +161,11 @@ class RankLayouts:
         self.known: dict[Digest, LayoutDigests] = {}
         """What layouts of saves have in common with others. `ensure` adds those of its layouts."""
 
-    async def ensure(self, digest: Digest, put: Callable[[bytes], object] | None = None) -> None:
-        """Make the document durable on the node tier. One that is there is only marked as used.
+    async def ensure(self, stage: Stage, put: Callable[[bytes], object] | None = None) -> None:
+        """Make the layout of a save durable on the node tier. One that is there is only marked as used.
 
         Args:
-            digest: Digest of the document.
+            stage: The message that names the layout.
             put: Puts the document into the node tier, in place of `put_layout`.
 
         Raises:
@@ -174,6 +174,7 @@ class RankLayouts:
             CorruptionError: The document has another digest.
             UnavailableError: The document cannot be read.
         """
+        digest = stage.layout
         if digest not in self.known or not await self._pools.meta.run(
             self._node.keep_layout, digest
         ):

@@ -27,7 +27,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import Level, Rank, Step, TierName
 from holdfast_core.messages.common import Interval
-from holdfast_core.messages.schema import Failure, Refusal
+from holdfast_core.messages.schema import Failure, Refusal, SaveFailed, Stage
 from holdfast_sidecar.base import logs
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -513,3 +513,38 @@ class Telemetry:
 
     metrics: Metrics
     failures: Failures
+
+
+class NodeReports:
+    """Reports of the writes to the node tier: metrics, and failures for the coordinator."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._metrics = telemetry.metrics
+        self._failures = telemetry.failures
+
+    def stored(self, stage: Stage, payload_bytes: int, seconds: float) -> None:
+        self.continues(stage)
+        self._metrics.stored(TierName.NODE, payload_bytes, seconds)
+
+    def no_room(self, stage: Stage, error: Exception) -> None:
+        self._failures.note(_subject(stage), TierName.NODE, error, step=stage.step)
+
+    def hangs(self, stage: Stage, text: str) -> None:
+        self._failures.note_text(
+            _subject(stage), TierName.NODE, "NodeVolumeHangs", text, step=stage.step
+        )
+
+    def continues(self, stage: Stage) -> None:
+        self._failures.healthy(_subject(stage))
+
+    def failed(self, stage: Stage, error: Exception) -> SaveFailed:
+        failure = self._failures.note(_subject(stage), TierName.NODE, error, step=stage.step)
+        self._metrics.save_failed(failure.reason)
+        return SaveFailed(stage.step, stage.round, Level.LOCAL, failure.reason, failure.message)
+
+    def dropped(self, steps: int) -> None:
+        self._metrics.dropped(steps)
+
+
+def _subject(stage: Stage) -> str:
+    return f"save of rank {stage.rank}"

@@ -109,7 +109,7 @@ class Pruner:
         for reached in message.levels:
             self._notices.level(reached)
             if reached.level is Level.PERSISTED:
-                self._saves.persisted(reached.step)
+                self._saves.flow.reached_store(reached.step)
         if message.released:
             self._notices.release()
         self._forget(message.drop)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from holdfast_core.ids import Level, Step, TierName
-from holdfast_core.messages.schema import SaveFailed, Stage
 from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.save.place import RankLayouts, SavePlace, SlotNotes
 from holdfast_core.save.staging import Stager
@@ -13,7 +11,7 @@ from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.tasks import Signal
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.telemetry import NodeReports, Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.flow import Flow
 from holdfast_sidecar.wire.bulk import Members
@@ -25,7 +23,7 @@ def node_place(pod: Pod, node: NodeTier, layouts: RankLayouts) -> SavePlace:
         job_uid=pod.job_uid,
         slots_dir=settings.slots_dir,
         open_slot=partial(SlotFile.open, settings.slots_dir),
-        ensure_layout=lambda stage: layouts.ensure(stage.layout),
+        ensure_layout=layouts.ensure,
         write_shard=node.write_shard,
         list_shards=node.list_shards,
         delete_shard=node.delete_shard,
@@ -33,41 +31,6 @@ def node_place(pod: Pod, node: NodeTier, layouts: RankLayouts) -> SavePlace:
         room_seconds=settings.room_seconds,
         disk_quiet_seconds=settings.disk_quiet_seconds,
     )
-
-
-class NodeReports:
-    """Reports of the writes to the node tier: metrics, and failures for the coordinator."""
-
-    def __init__(self, telemetry: Telemetry) -> None:
-        self._metrics = telemetry.metrics
-        self._failures = telemetry.failures
-
-    def stored(self, stage: Stage, payload_bytes: int, seconds: float) -> None:
-        self.continues(stage)
-        self._metrics.stored(TierName.NODE, payload_bytes, seconds)
-
-    def no_room(self, stage: Stage, error: Exception) -> None:
-        self._failures.note(_subject(stage), TierName.NODE, error, step=stage.step)
-
-    def hangs(self, stage: Stage, text: str) -> None:
-        self._failures.note_text(
-            _subject(stage), TierName.NODE, "NodeVolumeHangs", text, step=stage.step
-        )
-
-    def continues(self, stage: Stage) -> None:
-        self._failures.healthy(_subject(stage))
-
-    def failed(self, stage: Stage, error: Exception) -> SaveFailed:
-        failure = self._failures.note(_subject(stage), TierName.NODE, error, step=stage.step)
-        self._metrics.save_failed(failure.reason)
-        return SaveFailed(stage.step, stage.round, Level.LOCAL, failure.reason, failure.message)
-
-    def dropped(self, steps: int) -> None:
-        self._metrics.dropped(steps)
-
-
-def _subject(stage: Stage) -> str:
-    return f"save of rank {stage.rank}"
 
 
 class SaveComponents:
@@ -95,8 +58,6 @@ class SaveComponents:
         self.flow = Flow(pod, tiers, members, self.layouts, telemetry, changed)
         self._current = pod.current
         self._store = tiers.store
-        self._persisted: Step | None = None
-        """Newest step that the coordinator has reported as persisted."""
 
     @property
     def idle(self) -> bool:
@@ -115,8 +76,4 @@ class SaveComponents:
         if self._current().accepted is None or self._store is None or waits_for_store is False:
             return False
         newest = max((s.ref.step for s in self.flow.shards() if s.reported), default=None)
-        return newest is not None and (self._persisted is None or self._persisted < newest)
-
-    def persisted(self, step: Step) -> None:
-        """Record that all shards and the manifest of the step are in the object store."""
-        self._persisted = step if self._persisted is None else max(step, self._persisted)
+        return newest is not None and (self.flow.persisted is None or self.flow.persisted < newest)

@@ -141,6 +141,8 @@ class Flow:
         """Whether the current coordinator has sent a plan or a request to this process."""
         self.dropped = frozenset[Step]()
         """The newest steps that plans of this round drop."""
+        self.persisted: Step | None = None
+        """Newest step of which all shards and the manifest are in the object store. A seal keeps it."""
 
     # ------------------------------------------------------------------ events
 
@@ -164,6 +166,10 @@ class Flow:
             if (key.step, key.round) == (step, round_):
                 self._shards[key] = replace(shard, committed=True)
         self.wake()
+
+    def reached_store(self, step: Step) -> None:
+        """Record that all shards and the manifest of the step are in the object store."""
+        self.persisted = step if self.persisted is None else max(step, self.persisted)
 
     def request_upload(self, request: PersistRequest) -> None:
         """Upload the own shards of this committed step.

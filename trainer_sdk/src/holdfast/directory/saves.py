@@ -447,7 +447,7 @@ class FolderSaves:
         self._woken.set()
 
     async def _ensure_layout(self, message: Stage) -> None:
-        await self._layouts.ensure(message.layout, partial(self._put_layout, message))
+        await self._layouts.ensure(message, partial(self._put_layout, message))
 
     # ------------------------------------------------------------------ in the threads of the pools
 
