@@ -186,9 +186,9 @@ OF_DECIDE = (
     Mutant(
         name="decide/released-step-stays-quarantined",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}facts/readable.py",
-        original="return frozenset(q for q in world.status.quarantined if q.step not in released)",
-        replacement="return frozenset(world.status.quarantined)",
+        file=_STORE_RETENTION,
+        original="return frozenset(q for q in gang.status.quarantined if q.step not in released)",
+        replacement="return frozenset(gang.status.quarantined)",
         loses="A step that the user has released is not restored.",
         tests=(
             f"{_TESTS}test_quarantine.py::test_a_released_one_is_chosen_before_the_status_is_written",

@@ -185,9 +185,7 @@ OF_STORE = (
         kind=Kind.IGNORED_EXCEPTION,
         file=f"{_STORE}directory.py",
         original=(
-            "            raise CorruptionError(\n"
-            '                f"{path}: ends at byte {start + filled}, expected {start + len(buffer)}"\n'
-            "            )\n"
+            '            raise CutError(f"{path}: ends at byte {start + filled}, expected {start + len(buffer)}")\n'
         ),
         replacement="            pass\n",
         loses="A truncated object is read as if zeros followed it.",
