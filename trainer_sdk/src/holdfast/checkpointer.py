@@ -697,7 +697,7 @@ class Checkpointer:
         """Measure the models of `state`, if the job looks for stragglers."""
         policy = self._session.policy
         if policy is not None and policy.straggler_factor > 0:
-            self._status.progress.work.watch(state)
+            self._status.progress.measure_work(state)
 
     def _notify_nothing_found(self, parts: Opened, done: int) -> None:
         start = f"continuing after step {done}" if done else "starting at step 0"

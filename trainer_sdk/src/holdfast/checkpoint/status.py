@@ -55,8 +55,8 @@ class ProgressReporter:
         self._blocked_seconds = 0.0
         self._skipped = 0
         self._done: Step | None = None
-        self.work = StepTiming(monotonic)
-        """What a step takes this rank by itself. It measures nothing until it is given the models."""
+        self._work: StepTiming | None = None
+        """What a step takes this rank by itself. None: the job does not look for stragglers."""
         self.interval: Interval | None = None
         """The interval between saves, if it is given as a time."""
         self._sent = 0
@@ -74,6 +74,11 @@ class ProgressReporter:
             is_known = name in self._metrics or len(self._metrics) < MAX_METRICS
             if is_known and math.isfinite(number):
                 self._metrics[name] = number
+
+    def measure_work(self, state: Mapping[str, Any]) -> None:
+        """Measure what a step takes the models of `state` by themselves, and report it."""
+        self._work = self._work or StepTiming(self._monotonic)
+        self._work.watch(state)
 
     def blocked(self, seconds: float) -> None:
         """Add time that a save took from the training thread."""
@@ -94,7 +99,8 @@ class ProgressReporter:
             self._seconds.append(at - self._last_at)
         self._last_at = at
         self._finished += 1
-        self.work.finished()
+        if self._work is not None:
+            self._work.finished()
         self._loop_ended = self._is_repeated = False
         self._done = step
 
@@ -108,7 +114,8 @@ class ProgressReporter:
         finally:
             _, began = self._pauses.pop()
             if not self._pauses:
-                self.work.paused(began)
+                if self._work is not None:
+                    self._work.paused(began)
                 if self._last_at is not None:
                     self._last_at += self._monotonic() - max(began, self._last_at)
             self._deliver()
@@ -124,7 +131,8 @@ class ProgressReporter:
         """
         self._loop_ended = not is_error
         self._last_at = None
-        self.work.stop()
+        if self._work is not None:
+            self._work.stop()
         self._deliver()
 
     def send(self) -> None:
@@ -158,7 +166,7 @@ class ProgressReporter:
                 self._finished,
                 median(self._seconds) if len(self._seconds) >= FEWEST_STEPS else None,
                 self._pause,
-                self.work.found,
+                None if self._work is None else self._work.found,
             )
         )
         self._sent = self._finished
