@@ -18,12 +18,9 @@ which that loop answers, fails.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from holdfast_core.clock import Clock
@@ -32,54 +29,6 @@ from holdfast_operator.base import logs
 from holdfast_operator.base.settings import DEFAULT_LEASE_SECONDS
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.kube.cluster import CONFLICT, NOT_FOUND
-
-
-class LoopThread:
-    """A daemon thread that runs one coroutine: it does not keep the process alive.
-
-    Call all methods in the event loop that has called `start`.
-
-    Args:
-        work: The coroutine's function. Its argument is set when the coroutine is to end.
-    """
-
-    def __init__(
-        self, name: str, work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
-    ) -> None:
-        self._name = name
-        self._work = work
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        self._ended: asyncio.Future[BaseException | None] | None = None
-
-    def start(self) -> None:
-        caller = asyncio.get_running_loop()
-        self._ended = caller.create_future()
-        threading.Thread(target=self._run, args=(caller,), name=self._name, daemon=True).start()
-
-    async def ended(self) -> BaseException | None:
-        """Wait for the end of the coroutine, and return its error. Return None if it was never started."""
-        return None if self._ended is None else await asyncio.shield(self._ended)
-
-    def stop(self) -> None:
-        """Request the end of the coroutine, which may have ended already."""
-        with contextlib.suppress(RuntimeError):  # its event loop is closed
-            self._loop.call_soon_threadsafe(self._stop.set)
-
-    def _run(self, caller: asyncio.AbstractEventLoop) -> None:
-        error: BaseException | None = None
-        try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._work(self._stop))
-        except BaseException as failure:  # noqa: BLE001 - `ended` returns it in the caller's loop
-            error = failure
-        with contextlib.suppress(RuntimeError):  # the process ends, and the caller's loop is closed
-            caller.call_soon_threadsafe(self._report, error)
-
-    def _report(self, error: BaseException | None) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(error)
-
 
 WRITE_SHARE = 0.7
 RENEW_SHARE = 0.2
@@ -313,7 +262,9 @@ class LeaseThread:
     def __init__(self, leadership: Leadership, api: KubeApi) -> None:
         self._leadership = leadership
         self._api = api
-        self._thread: LoopThread | None = None
+        self._stop = asyncio.Event()
+        self._thread: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+        """The thread's event loop, and the task that waits for its end."""
         self.gained = asyncio.Event()
         """Set in the caller's event loop when this process has taken the lease. It stays set."""
 
@@ -327,24 +278,26 @@ class LeaseThread:
 
         A cancelled call leaves the thread running: `release` ends it.
         """
-        self._thread = LoopThread("lease", partial(self._take_part, asyncio.get_running_loop()))
-        self._thread.start()
-        error = await self._thread.ended()
-        if error is not None:
-            raise error
+        loop, work = asyncio.new_event_loop(), self._take_part(asyncio.get_running_loop())
+        ended = asyncio.create_task(asyncio.to_thread(loop.run_until_complete, work))
+        self._thread = loop, ended
+        await asyncio.shield(ended)
 
     async def release(self) -> None:
         """Stop writing, give the lease back, and end the thread. Without a call of `run`, do nothing."""
-        if self._thread is not None:
-            self._thread.stop()
-            await self._thread.ended()
+        if self._thread is None:
+            return
+        loop, ended = self._thread
+        loop.call_soon_threadsafe(self._stop.set)
+        await asyncio.wait({ended})
+        loop.close()
 
-    async def _take_part(self, caller: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    async def _take_part(self, caller: asyncio.AbstractEventLoop) -> None:
         await self._api.start()
         election = asyncio.create_task(self._leadership.run())
         others = [
             asyncio.create_task(self._announce(caller)),
-            asyncio.create_task(stop.wait()),
+            asyncio.create_task(self._stop.wait()),
         ]
         try:
             await asyncio.wait((election, others[1]), return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from collections.abc import Coroutine
 from datetime import timedelta
-from functools import partial
 from typing import Any, assert_never
 
 from holdfast_core.api import (
@@ -36,10 +35,10 @@ from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.kube.leadership import LeaseThread
 from holdfast_operator.loop.observe import Observer, Owners, SilenceChecks, TemplateChecks
 from holdfast_operator.loop.stores import Stores
-from holdfast_operator.loop.workqueue import LongPasses, WorkQueue
-from holdfast_operator.model.actions import Delete, EventKind, described
+from holdfast_operator.loop.workqueue import WorkQueue
+from holdfast_operator.model.actions import Decision, Delete, EventKind, described
 from holdfast_operator.model.installation import SidecarSettings
-from holdfast_operator.model.job import JobMemory, Now, Unreadable
+from holdfast_operator.model.job import JobMemory, Now, Observed, Unreadable
 from holdfast_operator.model.ownership import Key, KeyKind, gang_key, store_key
 from holdfast_operator.model.reasons import Reason, first_of
 from holdfast_operator.sidecars.calls import Sidecars
@@ -57,6 +56,11 @@ RESTS_PER_PASS = 4.0
 """After a pass of LONG_PASS_SECONDS or more, the job's next pass waits this many times as long. Each answer
 of a sidecar requests a pass. Without the wait, a recovery of 1,024 workers had 1,025 passes of 60 ms each and
 took 100 seconds (ADR 0005)."""
+
+
+LARGE_JOB_OBJECTS = 1000
+"""Number of pods and Checkpoints of a job from which its decisions run in a thread, so that the event loop
+serves other jobs meanwhile. A pass over 1,024 workers took 60 ms (ADR 0005)."""
 
 
 class IncompletePass(HoldfastError):
@@ -145,7 +149,6 @@ class Controller:
             self.enqueue,
         )
         self._stores = Stores(self._cluster, self._cache, events, self._sidecar, clock)
-        self._long_passes = LongPasses(clock)
         self._memory: dict[JobUid, JobMemory] = {}
         self._log_changes = logs.Changed()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -254,7 +257,7 @@ class Controller:
         begun = self._clock.monotonic()
         observed = self._observer.observe(job, memory, refusal, owner)
         moment = self._now()
-        decision = await self._long_passes.decide(key, partial(decide, observed, moment))
+        decision = await decided(observed, moment)
         taken = self._clock.monotonic() - begun
         if taken >= LONG_PASS_SECONDS:
             self._queue.rest(key, RESTS_PER_PASS * taken)
@@ -378,7 +381,6 @@ class Controller:
         self._sidecars.forget(uid)
         self._reports.forget(uid)
         self._owners.forget(uid)
-        self._long_passes.forget(gang_key(job))
         self._metrics.forget(job.namespace, job.name)
         self._log_changes.forget(str(gang_key(job)))
         self._log_changes.forget(f"{gang_key(job)} pods")
@@ -399,6 +401,13 @@ class Controller:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def decided(observed: Observed, now: Now) -> Decision:
+    """Return what `decide` returns."""
+    if len(observed.pods) + len(observed.checkpoints) < LARGE_JOB_OBJECTS:
+        return decide(observed, now)
+    return await asyncio.to_thread(decide, observed, now)
 
 
 async def release_pods(cache: ClusterCache, cluster: Cluster, key: Key) -> None:

@@ -2,8 +2,7 @@
 
 A key that is added while a worker handles it is queued again afterwards. If the handler raises, the key
 is retried after a growing, jittered delay. Keys that come first overtake all others. The queue does not
-depend on Kubernetes. Decisions that take long run in a thread, so that the event loop serves other jobs
-meanwhile.
+depend on Kubernetes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from holdfast_core.clock import Clock
-from holdfast_operator.model.ownership import Key
 
 K = TypeVar("K", bound=Hashable)
 
@@ -157,34 +155,3 @@ class WorkQueue(Generic[K]):
         await self._clock.sleep(seconds)
         self._delayed.pop(key, None)
         self.add(key)
-
-
-T = TypeVar("T")
-
-YIELD_SECONDS = 0.1
-"""Duration of a decision after which the next one about the same job runs in a thread."""
-
-
-class LongPasses:
-    """The jobs whose last decision took YIELD_SECONDS or longer."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._long = set[Key]()
-
-    async def decide(self, key: Key, decide: Callable[[], T]) -> T:
-        """Return what `decide` returns. It must be pure: it may run in another thread.
-
-        A decision that takes longer than usual for the first time holds the event loop once.
-        """
-        begun = self._clock.monotonic()
-        result = await asyncio.to_thread(decide) if key in self._long else decide()
-        if self._clock.monotonic() - begun >= YIELD_SECONDS:
-            self._long.add(key)
-        else:
-            self._long.discard(key)
-        return result
-
-    def forget(self, key: Key) -> None:
-        """Drop what is known of a job that is gone."""
-        self._long.discard(key)
