@@ -262,6 +262,10 @@ bench-scale: tools ## one operator with 1,000 jobs of 10 workers on a real API s
 bench-interval: sync ## goodput of automatic and fixed intervals, replayed in virtual time, into benchmarks/results/interval.json
 	$(PY) -m benchmarks.interval
 
+.PHONY: bench-drill
+bench-drill: sync ## a drill of a stored checkpoint against plain downloads, into benchmarks/results/drill.json
+	$(PY) -m benchmarks.drill
+
 .PHONY: bench-integrations
 bench-integrations: prerequisites ## kills, identical bits and blocked time of each adapter into benchmarks/results/integrations.{json,md}
 	$(FRAMEWORKS) $(UV) sync --frozen --project tests/frameworks --quiet

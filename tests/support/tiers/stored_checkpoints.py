@@ -73,6 +73,8 @@ def store_step(
     packed: bool = True,
     compressed: bool = False,
     mesh: Sequence[int] = MESH,
+    tensors: Mapping[str, Tensor] = TENSORS,
+    chunk_bytes: int = CHUNK,
 ) -> StoredStep:
     """Store a checkpoint of four ranks.
 
@@ -85,8 +87,10 @@ def store_step(
         packed: Whether shards become packs where they have chunks in common.
         compressed: Whether packs are compressed.
         mesh: The mesh. Its first four ranks are stored.
+        tensors: The tensors of the state.
+        chunk_bytes: Length of the chunks.
     """
-    layouts = [layout_of(TENSORS, mesh, rank) for rank in range(4)]
+    layouts = [layout_of(tensors, mesh, rank) for rank in range(4)]
     of_ranks = [saved] * 4 if isinstance(saved, Mapping) else saved
     readers = tuple(
         write_shard(
@@ -96,7 +100,7 @@ def store_step(
                 step=step,
                 rank=layout.rank,
                 layout=digest_of(layout.to_bytes()),
-                chunk_bytes=CHUNK,
+                chunk_bytes=chunk_bytes,
             ),
             _payload(layout, of_ranks[layout.rank]),
         )

@@ -1,4 +1,4 @@
-"""The `holdfast` console script: `run` (the launcher), `export`, `import` and `version`."""
+"""The `holdfast` console script: `run` (the launcher), `export`, `import`, `verify` and `version`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from holdfast.launcher import options
 
     options.add_arguments(run_parser)
-    from holdfast import conversion
+    from holdfast import conversion, verifying
 
     conversion.add_verbs(verbs)
+    verifying.add_verb(verbs)
     try:
         words, command, is_command_line = text, list[str](), False
         if text[:1] == ["run"]:
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.verb in conversion.VERBS:
             return conversion.run(arguments)
+        if arguments.verb == verifying.VERB:
+            return verifying.run(arguments)
         contract = PodContract.from_env()
         run_options = options.options_from(
             arguments,

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import partial
 from typing import TypeVar
 
@@ -80,6 +80,16 @@ _REPORT_BYTES = 4000
 _REPORT_TEXT = 300
 
 
+class DrillExit(IntEnum):
+    """Exit codes of the programs that drill. 2 is a wrong command line."""
+
+    INTACT = 0
+    NOT_READ = 1
+    """Nothing is known: the store is down, or it has no such checkpoint."""
+    DAMAGED = 3
+    NOT_RESTORABLE = 4
+
+
 class Damage(StrEnum):
     """What is wrong with a part of a checkpoint."""
 
@@ -124,6 +134,12 @@ class DrillReport:
     @property
     def is_intact(self) -> bool:
         return not self.bad_count
+
+    @property
+    def exit_code(self) -> DrillExit:
+        if self.bad_count:
+            return DrillExit.DAMAGED
+        return DrillExit.NOT_RESTORABLE if self.not_restorable else DrillExit.INTACT
 
     def to_json(self) -> str:
         """Return the report as one line of ASCII JSON that fits into a termination message."""

@@ -10,17 +10,12 @@ from pathlib import Path
 from holdfast_core.contract import DrillContract, StoreConfig
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Digest
-from holdfast_core.store.drill import DrillRequest, drill, find_checkpoint
+from holdfast_core.store.drill import DrillExit, DrillRequest, drill, find_checkpoint
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import FileCredentials
 from holdfast_core.store.s3.store import S3ObjectStore
 from holdfast_core.store.tier import ObjectTier
 
-INTACT = 0
-NOT_READ = 1
-"""The report says why nothing is known: the store is down, or there is no such checkpoint."""
-DAMAGED = 3
-NOT_RESTORABLE = 4
 _MESSAGE_CHARACTERS = 2000
 
 
@@ -34,24 +29,24 @@ def drill_store(store: str, store_dir: str, request: str, report_path: Path) -> 
         report_path: The termination log of the container.
 
     Returns:
-        0 if the checkpoint is intact, 3 if it is damaged, 4 if it is intact but its state cannot be
-        assembled for the requested number of ranks, 1 if it could not be read to its end.
+        A DrillExit.
     """
     try:
         text, status = _drilled(store, store_dir, DrillContract.from_json(request))
     except HoldfastError as error:
         message = str(error).encode("ascii", "replace").decode()[:_MESSAGE_CHARACTERS]
-        text, status = json.dumps({"error": type(error).__name__, "message": message}), NOT_READ
+        text = json.dumps({"error": type(error).__name__, "message": message})
+        status = DrillExit.NOT_READ
     sys.stdout.write(text + "\n")
     try:
         report_path.write_text(text)
     except OSError as error:
         sys.stderr.write(f"writing the report to {report_path}: {error}\n")
-        return NOT_READ
+        return DrillExit.NOT_READ
     return status
 
 
-def _drilled(store: str, store_dir: str, wanted: DrillContract) -> tuple[str, int]:
+def _drilled(store: str, store_dir: str, wanted: DrillContract) -> tuple[str, DrillExit]:
     """Return the report of a drill and the exit code. Raises HoldfastError."""
     config = StoreConfig.from_json(store)
     credentials = FileCredentials(store_dir)
@@ -66,7 +61,4 @@ def _drilled(store: str, store_dir: str, wanted: DrillContract) -> tuple[str, in
             tier,
             DrillRequest(wanted.namespace, wanted.job_uid, checkpoint, digest, wanted.world_size),
         )
-    text = report.to_json()
-    if not report.is_intact:
-        return text, DAMAGED
-    return text, NOT_RESTORABLE if report.not_restorable else INTACT
+    return report.to_json(), report.exit_code

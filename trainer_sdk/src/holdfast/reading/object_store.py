@@ -17,6 +17,7 @@ from holdfast_core.closing import Closing
 from holdfast_core.errors import ConfigError, FormatError, NotFoundError
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName, age_of
+from holdfast_core.store.drill import DrillReport, DrillRequest, drill, find_checkpoint
 from holdfast_core.store.open import open_tier
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store_url import StoreUrl
@@ -88,6 +89,12 @@ class StoreSource(Closing):
 
     def open_shard(self, ref: ShardRef) -> ShardSource:
         return self._tier.open_shard(self._namespace, ref)
+
+    def drill(self, step: int | None, world_size: int | None) -> DrillReport:
+        """Read a whole checkpoint, by default the newest one, and compare all digests. See `drill`."""
+        checkpoint = find_checkpoint(self._tier, self._namespace, self._uid, step)
+        request = DrillRequest(self._namespace, self._uid, checkpoint, world_size=world_size)
+        return drill(self._tier, request)
 
     def close(self) -> None:
         self._tier.close()

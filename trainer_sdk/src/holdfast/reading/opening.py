@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from holdfast.base.options import folder_path, required_store
@@ -16,9 +16,14 @@ from holdfast.directory.choice import JOB_UID
 from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.source import CheckpointSource, FolderSource
 from holdfast_core.closing import Closing
-from holdfast_core.errors import FormatError, NotFoundError
+from holdfast_core.errors import ConfigError, FormatError, NotFoundError
 from holdfast_core.ids import CheckpointId
 from holdfast_core.store_url import StoreUrl
+
+if TYPE_CHECKING:
+    # These need the packages of the extra holdfast-sdk[s3].
+    from holdfast.reading.object_store import StoreSource
+    from holdfast_core.store.drill import DrillReport
 
 logger = logging.getLogger(__name__)
 
@@ -116,16 +121,44 @@ def open_checkpoints(path_or_url: str | os.PathLike[str]) -> Checkpoints:
     than such a place, and for a prefix of several trainings, which it lists. Raises AccessDeniedError and
     UnavailableError where the store does not answer.
     """
+    url = _store_url(path_or_url)
+    return Checkpoints(FolderSource(folder_path(path_or_url)) if url is None else _store(url))
+
+
+def verify_stored(
+    path_or_url: str | os.PathLike[str], step: int | None = None, world_size: int | None = None
+) -> DrillReport:
+    """Read every byte of a checkpoint in a store, and compare all digests. Nothing is written.
+
+    path_or_url: the store, as for `open_checkpoints`.
+    step: the step; without it the newest checkpoint.
+    world_size: number of ranks for which the state is assembled as well, and compared.
+
+    Raises ConfigError for a folder, NotFoundError where there is no such checkpoint, and
+    AccessDeniedError and UnavailableError where the store does not answer.
+    """
+    url = _store_url(path_or_url)
+    if url is None:
+        raise ConfigError(
+            f"{path_or_url}: expected a store to verify, s3://bucket/prefix or file:///path, found a folder "
+            "of a Checkpointer; `holdfast export` verifies what it reads of a folder"
+        )
+    with _store(url) as source:
+        return source.drill(step, world_size)
+
+
+def _store_url(path_or_url: str | os.PathLike[str]) -> StoreUrl | None:
+    """Return the URL of a store, or None for a folder. Raises ConfigError for anything else."""
     text = os.fspath(path_or_url)
     if isinstance(text, str) and text.strip().lower().startswith("s3:/"):
-        return Checkpoints(_store(required_store(text)))
+        return required_store(text)
     root = folder_path(path_or_url)
     if not (root / "tier" / JOB_UID).is_dir() and any(_manifests_of_jobs(root)):
-        return Checkpoints(_store(required_store(f"file://{quote(str(root))}")))
-    return Checkpoints(FolderSource(root))
+        return required_store(f"file://{quote(str(root))}")
+    return None
 
 
-def _store(url: StoreUrl) -> CheckpointSource:
+def _store(url: StoreUrl) -> StoreSource:
     from holdfast.reading.object_store import StoreSource
 
     return StoreSource.open(url, current_environment())

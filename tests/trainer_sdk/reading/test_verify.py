@@ -1,0 +1,80 @@
+"""`holdfast verify` on a store in a directory: exit codes and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.support.shards.shard_files import flip_bit
+from tests.support.tiers.stored_checkpoints import store_step, values
+
+from holdfast.__main__ import main
+from holdfast_core.store.directory import DirectoryObjectStore
+from holdfast_core.store.tier import ObjectTier
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Path]:
+    """A store with the steps 1 and 2 of one job."""
+    root = tmp_path / "store"
+    root.mkdir()
+    with closing(ObjectTier(DirectoryObjectStore(root))) as tier:
+        first = store_step(tier, tmp_path, 1, values(1))
+        second = store_step(
+            tier, tmp_path, 2, {**values(2), "whole": values(1)["whole"]}, base=first
+        )
+    yield root
+    first.close()
+    second.close()
+
+
+def pack_of(store: Path, step: int, rank: int) -> Path:
+    (found,) = store.glob(f"*/*/shards/s{step:012d}-r000000/rank{rank:06d}-*.pack")
+    return found
+
+
+def test_the_newest_step_is_read(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(store)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"step 2 of {store}: read 0.0")
+    assert out.endswith("intact\n")
+
+
+def test_the_state_is_assembled(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(store), "--step", "1", "--restore", "--world-size", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("step 1 of ")
+    assert "assembled 4 tensors for 3 ranks: equal\n" in out
+
+
+def test_damage_is_listed(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip_bit(pack_of(store, 2, 1), 100)
+    pack_of(store, 1, 0).unlink()
+    assert main(["verify", str(store)]) == 3
+    out = capsys.readouterr().out
+    assert "DAMAGED in " in out
+    assert "  shard of rank 1: WrongBytes: " in out
+    assert "  shard of rank 0: " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (["--step", "9"], 1, "expected step 9 in the store, found the steps 1, 2"),
+        (["--restore"], 2, "--restore and --world-size are given together"),
+        (["--world-size", "2"], 2, "--restore and --world-size are given together"),
+        (["--restore", "--world-size", "0"], 1, "expected 1 to 4096 ranks"),
+    ],
+)
+def test_a_wrong_request(
+    store: Path, capsys: pytest.CaptureFixture[str], words: list[str], status: int, text: str
+) -> None:
+    assert main(["verify", str(store), *words]) == status
+    assert text in capsys.readouterr().err
+
+
+def test_a_folder_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "expected a store to verify" in capsys.readouterr().err
