@@ -185,7 +185,8 @@ OF_STORE = (
         kind=Kind.IGNORED_EXCEPTION,
         file=f"{_STORE}directory.py",
         original=(
-            '            raise CutError(f"{path}: ends at byte {start + filled}, expected {start + len(buffer)}")\n'
+            '            raise CutError(f"{path}: ends at byte {start + filled}, '
+            'expected {start + len(buffer)}")\n'
         ),
         replacement="            pass\n",
         loses="A truncated object is read as if zeros followed it.",

@@ -38,6 +38,7 @@ from holdfast_core.errors import (
     UnknownVersionError,
     UnreadableError,
 )
+from holdfast_core.format import keys
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.format.payload import unpack_objects
@@ -57,6 +58,7 @@ from holdfast_core.reshard.boxes import (
     runs,
     saved_state,
 )
+from holdfast_core.store.download.shard import OtherObjects
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import ShardSource
 
@@ -253,7 +255,8 @@ class _Drill:
         self._tier = tier
         self._request = request
         self._job = (request.namespace, request.job_uid)
-        self._others = tier.other_objects(*self._job, request.checkpoint)
+        own = tier.job(*self._job).key(keys.shards_prefix(request.checkpoint))
+        self._others = OtherObjects(own)
         self._earlier: set[CheckpointId] = set()
         self.read_bytes = 0
         self.bad: list[BadPart] = []
@@ -288,10 +291,20 @@ class _Drill:
         for shard in manifest.shards:
             self.look(f"shard of rank {shard.rank}", partial(self._shard, manifest, shard.rank))
             self.look(f"layout of rank {shard.rank}", partial(self._layout, manifest, shard.rank))
-        missing = self._tier.missing_references(*self._job, self._request.checkpoint, self._earlier)
+        missing = self._missing_references()
         for earlier in missing:
             text = f"no marker keeps the objects of {earlier}, which this checkpoint needs"
             self._found_bad(BadPart(f"reference to step {earlier.step}", Damage.MISSING, text))
+
+    def _missing_references(self) -> tuple[CheckpointId, ...]:
+        """Return the earlier checkpoints that were read and whose objects a sweep would not keep."""
+        objects, own = self._tier.job(*self._job), self._request.checkpoint
+        needs = self._tier.get_references(*self._job, own).keys()
+        return tuple(
+            other
+            for other in sorted(self._earlier)
+            if other not in needs or not objects.is_needed_by(other, own)
+        )
 
     def expect_kept(self) -> None:
         """Raise an error if what was found has another cause than damage of this checkpoint.

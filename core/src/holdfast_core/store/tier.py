@@ -21,12 +21,7 @@ from holdfast_core.format.manifest import misnamed
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.shards.pack import PackIndex
-from holdfast_core.store.download.shard import (
-    OtherObjects,
-    StoredShardReader,
-    is_damaged,
-    open_stored_shard,
-)
+from holdfast_core.store.download.shard import StoredShardReader, is_damaged, open_stored_shard
 from holdfast_core.store.download.stored import StoredShard, StoredShards
 from holdfast_core.store.rules import dead
 from holdfast_core.store.upload import CompressedPack, PlainPack, WholeShard
@@ -454,28 +449,6 @@ class ObjectTier:
         for key in self.job(namespace, job_uid).needs(checkpoint):
             found[key.earlier] = max(key.payload_bytes, found.get(key.earlier, 0))
         return found
-
-    def missing_references(
-        self,
-        namespace: str,
-        job_uid: JobUid,
-        checkpoint: CheckpointId,
-        earlier: Collection[CheckpointId],
-    ) -> tuple[CheckpointId, ...]:
-        """Return those of the earlier checkpoints whose objects a sweep would not keep for this one."""
-        objects = self.job(namespace, job_uid)
-        needs = self.get_references(namespace, job_uid, checkpoint).keys()
-        return tuple(
-            other
-            for other in sorted(earlier)
-            if other not in needs or not objects.is_needed_by(other, checkpoint)
-        )
-
-    def other_objects(
-        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId
-    ) -> OtherObjects:
-        """Return the record of a drill of this checkpoint, of which nothing was verified yet."""
-        return OtherObjects(self.job(namespace, job_uid).key(keys.shards_prefix(checkpoint)))
 
     def shards_stored(
         self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -27,6 +28,7 @@ from holdfast_core.messages.schema import (
 from holdfast_core.save.place import info_of
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tasks import Tasks
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
@@ -40,6 +42,9 @@ MOST_ENTRY_BYTES = 320
 _UNCOMMITTED_OF_A_RANK = 8
 """Shards without a manifest that are listed for each rank. A fast rank has some that a slow one has not, and
 only the newest step that all ranks have can be restored."""
+STORE_LIST_SECONDS = 5.0
+"""Time for which a SEAL waits for the list of the object store. A later inventory has a list that takes
+longer."""
 _LISTED_OF_STORE = 64
 """Checkpoints of the store whose manifests are read, those of the newest rounds first."""
 
@@ -59,8 +64,19 @@ class Inventories:
         self._changed = logs.Changed()
         self._stored: tuple[RestartRound, tuple[ListedManifest, ...]] | None = None
         """The sealed round for which the store was listed last, and what it had."""
+        self._look: asyncio.Task[None] | None = None
+        """The newest list of the store, which may be under way."""
 
-    async def look_in_store(self, round_: RestartRound) -> None:
+    async def look_in_store(self, round_: RestartRound, tasks: Tasks) -> None:
+        """Wait for a list of the store for STORE_LIST_SECONDS at most. Begin one if none is under way.
+
+        No sealed sidecar persists a step any more, so that a list after the seal is complete.
+        """
+        if self._look is None or self._look.done():
+            self._look = tasks.spawn(self._list_store(round_), "list of the object store")
+        await asyncio.wait((self._look,), timeout=STORE_LIST_SECONDS)
+
+    async def _list_store(self, round_: RestartRound) -> None:
         """List the checkpoints of the job in the store, for the inventories of this sealed round.
 
         A store that cannot be listed is logged. The operator asks again.

@@ -126,9 +126,6 @@ def end_for_sure() -> None:
 _COPY_AFTER_SECONDS = 10.0
 """Longest time for which copies of the restore point wait for the first step of a round."""
 _LOOK_SECONDS = 0.2
-STORE_LIST_SECONDS = 5.0
-"""Time for which a SEAL waits for the list of the object store. A later inventory has a list that takes
-longer."""
 
 
 class Lifecycle:
@@ -161,8 +158,6 @@ class Lifecycle:
         """The state before a SEAL that still waits for writes. Meanwhile, inventories name the round of
         this state: the operator takes an inventory that names the new round as the reply to SEAL, and would
         choose the restore point without the steps that are still being written."""
-        self._look: asyncio.Task[None] | None = None
-        """The newest list of the store, which may be under way."""
         self._settle_from: tuple[RestartRound, float] | None = None
         """The sealed round, and the monotonic seconds since which its seal waits for writes."""
         self._restores.progressed.subscribe(self._on_restore_progress)
@@ -211,18 +206,8 @@ class Lifecycle:
             await self._settle_seal(message.round)
             if not message.look_in_store:
                 return await self.inventory()
-        await self._look_in_store(message.round)
+        await self._inventories.look_in_store(message.round, self._tasks)
         return await self.inventory()
-
-    async def _look_in_store(self, round_: RestartRound) -> None:
-        """Wait for a list of the store for STORE_LIST_SECONDS at most. Begin one if none is under way.
-
-        No sealed sidecar persists a step any more, so that a list after the seal is complete.
-        """
-        if self._look is None or self._look.done():
-            look = self._inventories.look_in_store(round_)
-            self._look = self._tasks.spawn(look, "list of the object store")
-        await asyncio.wait((self._look,), timeout=STORE_LIST_SECONDS)
 
     async def _settle_seal(self, round_: RestartRound) -> None:
         """Carry out steps 2 to 5 of a SEAL. A repeated SEAL runs them again, which is fast if all is done."""
