@@ -12,12 +12,12 @@ from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
     End,
+    Fulfilled,
     Progress,
     Refusal,
     Refused,
     SaveRequested,
     Stage,
-    Staged,
 )
 from holdfast_core.messages.socket_frames import (
     MESSAGES,
@@ -50,15 +50,15 @@ async def read_all(data: bytes) -> list[Frame]:
 
 
 def test_the_bytes_of_a_frame() -> None:
-    body = b'{"type":"Staged","id":7,"body":{"step":10}}'
-    assert write_frame(Staged(Step(10)), 7) == raw(body)
+    body = b'{"type":"End","id":7,"body":{"round":2}}'
+    assert write_frame(End(RestartRound(2)), 7) == raw(body)
 
 
 @pytest.mark.parametrize(
     ("message", "id_"),
     [
         (STAGE, 3),
-        (Staged(Step(10)), 3),
+        (Fulfilled(), 3),
         (End(RestartRound(2)), 0),
         (Refused(Refusal.STALE_ROUND, "older", RestartRound(4)), 9),
         (Progress(RestartRound(1), Rank(0), Step(5), {"loss": 0.5}), 0),
@@ -115,7 +115,7 @@ def test_unknown_pushes_are_skipped_and_unknown_requests_handed_on() -> None:
         b'{"type":"Stage","id":true,"body":{}}',
         b'{"type":"Stage","id":1,"body":{}}',
         b'{"type":"Stage","id":1,"id":2}',
-        b'{"type":"Staged","id":1,"body":{"step":"10"}}',
+        b'{"type":"End","id":1,"body":{"round":"2"}}',
         b"[" * 100_000,
     ],
 )

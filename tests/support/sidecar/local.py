@@ -21,7 +21,7 @@ from holdfast_core.messages.schema import (
     End,
     Ended,
     Finish,
-    FinishReply,
+    Fulfilled,
     Hello,
     HelloReply,
     HostStore,
@@ -156,10 +156,10 @@ class FakeLauncher(LocalClient):
                 self.ended.append(message.round)
                 self.push(Ended(message.round))
 
-    async def finish(self, round_: int) -> FinishReply:
+    async def finish(self, round_: int) -> Fulfilled:
         """Report that all ranks of the pod returned 0, and wait for the reply."""
         reply = await self.request(Finish(RestartRound(round_)))
-        assert isinstance(reply, FinishReply), reply
+        assert isinstance(reply, Fulfilled), reply
         return reply
 
     async def runs(self, round_: int) -> Run:

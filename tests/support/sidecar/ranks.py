@@ -24,6 +24,7 @@ from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     Fill,
     Filled,
+    Fulfilled,
     Hello,
     LevelReached,
     LocalRole,
@@ -34,7 +35,6 @@ from holdfast_core.messages.schema import (
     SaveFailed,
     SlotOffer,
     Stage,
-    Staged,
 )
 from holdfast_core.save.place import SlotNote
 from holdfast_core.shm.slot_file import (
@@ -144,7 +144,7 @@ class FakeRank(LocalClient):
             file.write(pack_state(SlotState.FREE))
 
     def own_slot(self, name: str, message: Stage, *, world_size: int = 1) -> None:
-        """Put the slot into the state in which a sidecar leaves it that dies between Staged and the shard."""
+        """Put the slot into the state in which a sidecar leaves it that dies after its reply to Stage."""
         staged = self._shared / "staged"
         staged.mkdir(exist_ok=True)
         note = SlotNote(message, world_size)
@@ -173,7 +173,7 @@ class FakeRank(LocalClient):
         self.fill_slot(name, step, data)
         message = self.stage_message(name, step, data, layout)
         reply = await self.request(message)
-        assert reply == Staged(Step(step)), reply
+        assert reply == Fulfilled(), reply
         return name
 
     def stage_message(

@@ -10,9 +10,11 @@ from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import (
     End,
     Finish,
-    FinishReply,
+    Fulfilled,
     HostStore,
     LocalRole,
+    Refusal,
+    Refused,
     RestorePoint,
     Run,
     TakeStacks,
@@ -26,7 +28,7 @@ class WatchedSidecar(FakeSidecar):
         super().__init__(*arguments, **options)
         self._condition = threading.Condition()
         self.released = True
-        """Whether the reply to Finish releases the launcher."""
+        """Whether Finish is answered. Otherwise it is refused, as by a sidecar that is sealed."""
 
     def host_store(self) -> None:
         """Ask the launcher for a TCPStore process. Its StoreAddress arrives in `received`."""
@@ -89,5 +91,7 @@ class WatchedSidecar(FakeSidecar):
 
     def _intercept(self, message: Any) -> Any:
         if isinstance(message, Finish):
-            return FinishReply(self.released)
+            if self.released:
+                return Fulfilled()
+            return Refused(Refusal.SEALED, "the sidecar waits for its ROUND", self._round())
         return super()._intercept(message)

@@ -12,7 +12,7 @@ from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement, Verdict
 from holdfast.gang.store import GangStore
 from holdfast_core.ids import JobUid, Rank, RestartRound
-from holdfast_core.messages.schema import SaveRequested, StopRequested
+from holdfast_core.messages.schema import SaveRequested
 
 ROUND = RestartRound(0)
 SECRET = b"of the round"
@@ -61,7 +61,7 @@ def test_a_single_rank_follows_a_request_after_its_step() -> None:
     session.push(SaveRequested(ROUND, "a"))
     assert agreement.after_step(2) == Verdict(save=True)
     assert agreement.after_step(3) == Verdict()
-    session.push(StopRequested(ROUND, "b"))
+    session.push(SaveRequested(ROUND, "b", stops=True))
     assert agreement.after_step(4) == Verdict(stop=True)
 
 
@@ -84,7 +84,7 @@ def test_every_rank_comes_to_the_same_decision(
                 if what == "save":
                     gang.sessions[0].push(SaveRequested(ROUND, f"{number}"))
                 elif what == "stop":
-                    gang.sessions[0].push(StopRequested(ROUND, f"{number}"))
+                    gang.sessions[0].push(SaveRequested(ROUND, f"{number}", stops=True))
                 else:
                     gang.sessions[rank].requests.request_stop()
         verdict = gang.after_step(step, order)

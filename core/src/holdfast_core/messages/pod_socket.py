@@ -85,6 +85,11 @@ class HelloReply:
 
 
 @dataclass(frozen=True, slots=True)
+class Fulfilled:
+    """Reply to Stage, TakeStore and Finish: what was asked for is done."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotOffer:
     """A slot file below <shared_dir>/slots that the rank has allocated, prefaulted and mapped."""
 
@@ -212,11 +217,6 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    step: Step
-
-
-@dataclass(frozen=True, slots=True)
 class Progress(Clipped):
     """Rank -> sidecar, no reply: the step that has just finished.
 
@@ -261,14 +261,8 @@ class SaveRequested:
 
     round: RestartRound
     token: Text
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """Push to rank 0: save at the next step that all ranks can agree on, then end the training."""
-
-    round: RestartRound
-    token: Text
+    stops: bool = False
+    """Whether the training ends after that save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,8 +357,3 @@ class Finish:
     """
 
     round: RestartRound
-
-
-@dataclass(frozen=True, slots=True)
-class FinishReply:
-    released: bool

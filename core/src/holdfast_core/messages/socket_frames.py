@@ -30,7 +30,7 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
         cls.__name__: cls
         for cls in (
             schema.Refused,
-            schema.Ok,
+            schema.Fulfilled,
             schema.Hello,
             schema.HelloReply,
             schema.Restore,
@@ -40,12 +40,10 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
             schema.ShardFile,
             schema.TakeStore,
             schema.Stage,
-            schema.Staged,
             schema.Progress,
             schema.LevelReached,
             schema.SaveFailed,
             schema.SaveRequested,
-            schema.StopRequested,
             schema.Run,
             schema.HostStore,
             schema.StoreAddress,
@@ -55,7 +53,6 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
             schema.TakeStacks,
             schema.Stacks,
             schema.Finish,
-            schema.FinishReply,
         )
     }
 )

@@ -1,8 +1,8 @@
 """Turn full slots into durable shards, in a pod and in a folder. What differs is in place.py.
 
 1. The rank sends Stage. The slot's header must agree with the message. The stager then owns the slot and
-   replies `Staged`; from then on the slot's bytes do not change.
-2. A thread digests and writes the slot in one pass (slots.py).
+   replies; from then on the slot's bytes do not change.
+2. A thread digests and writes the slot in one pass (`digest_slot`).
 3. The slot becomes free, and `ended` passes the shard on to its commit.
 
 If step 2 fails, the failure is reported, the slot is freed, and training continues.
@@ -31,7 +31,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import CapacityError, FormatError, HoldfastError, RefusedError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Rank, Step
-from holdfast_core.messages.schema import Refusal, SaveFailed, Stage, Staged
+from holdfast_core.messages.schema import Refusal, SaveFailed, Stage
 from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.save.place import (
     OwnedSlot,
@@ -294,7 +294,7 @@ class Stager:
         """Called when the slots that the stager owns have changed."""
         self._owned: dict[tuple[int, int], OwnedSlot] = {}
         """By `SlotFile.identity`."""
-        self._staging: dict[Stage, asyncio.Future[Staged]] = {}
+        self._staging: dict[Stage, asyncio.Future[None]] = {}
         """Requests that are being served."""
         self._repeated = RepeatedSaves(place, pools, self._owned)
         self._round = _Round()
@@ -345,7 +345,7 @@ class Stager:
         state = self._round.accepted
         return state is not None and owned.stage.round == state.round
 
-    async def stage(self, current: Callable[[], SaveRound], message: Stage) -> Staged:
+    async def stage(self, current: Callable[[], SaveRound], message: Stage) -> None:
         """Take ownership of a full slot, and begin to write it unless it waits.
 
         If this raises, the slot is unchanged.
@@ -368,23 +368,23 @@ class Stager:
         staging = self._staging.get(message)
         if staging is None:
             if any(o.stage == message for o in self._owned.values()):  # the rank connected again
-                return Staged(message.step)
+                return
             staging = asyncio.ensure_future(self._stage(current, message))
             self._staging[message] = staging
             staging.add_done_callback(lambda done: self._staging_ended(message, done))
         # A comparison frees the slot, so that it must not end with the connection.
-        return await asyncio.shield(staging)
+        await asyncio.shield(staging)
 
-    def _staging_ended(self, message: Stage, done: asyncio.Future[Staged]) -> None:
+    def _staging_ended(self, message: Stage, done: asyncio.Future[None]) -> None:
         del self._staging[message]
         if not done.cancelled():
             done.exception()  # if no request waits any more, asyncio would warn
 
-    async def _stage(self, current: Callable[[], SaveRound], message: Stage) -> Staged:
+    async def _stage(self, current: Callable[[], SaveRound], message: Stage) -> None:
         await self._place.ensure_layout(message)
         expect_of_round(current(), message)  # a SEAL may have arrived while the layout was read
         if await self._repeated.compare(lambda: expect_of_round(current(), message), message):
-            return Staged(message.step)
+            return
         state = expect_of_round(current(), message)
         slot = self._place.open_slot(message.slot)
         try:
@@ -404,7 +404,6 @@ class Stager:
             o.stage.rank == message.rank for o in self._owned.values()
         )
         self._take(slot, message, state, waits=waits)
-        return Staged(message.step)
 
     # ------------------------------------------------------------------ waiting slots
 

@@ -34,7 +34,6 @@ from holdfast_core.messages.schema import (
     SaveFailed,
     SaveRequested,
     Stacks,
-    StopRequested,
     TakeStacks,
     WorkerReport,
 )
@@ -181,7 +180,7 @@ class RankNotices:
         self._current = current
         self._connections = connections
         self._released = asyncio.Event()
-        self._requests: list[SaveRequested | StopRequested] = []
+        self._requests: list[SaveRequested] = []
         self._levels: dict[Step, LevelReached] = {}
         """The newest levels of this round."""
         self._overtaken: dict[Step, SaveFailed] = {}
@@ -191,7 +190,7 @@ class RankNotices:
         """Notify the ranks of a step's level."""
         self._reached(reached)
         if reached.level is Level.LOCAL:
-            self._requests = [a for a in self._requests if isinstance(a, StopRequested)]
+            self._requests = [request for request in self._requests if request.stops]
 
     def release(self) -> None:
         """End `released`: the pod may end."""
@@ -215,8 +214,7 @@ class RankNotices:
 
     def request(self, path: str, message: GangRequest) -> None:
         """Send a save-now or stop request to rank 0. It is kept for a rank 0 that connects later."""
-        kind = StopRequested if path == STOP else SaveRequested
-        request = kind(message.round, message.token)
+        request = SaveRequested(message.round, message.token, stops=path == STOP)
         if request in self._requests:
             return
         self._requests.append(request)

@@ -12,7 +12,7 @@ from holdfast_core.messages.schema import (
     Exited,
     Fill,
     Finish,
-    FinishReply,
+    Fulfilled,
     HelloReply,
     LocalRole,
     Policy,
@@ -96,7 +96,8 @@ class Local:
             case Stage():
                 # The rank trains on meanwhile. A refusal would lose its last save after a restart.
                 await self._components.current.unsealed(message.round)
-                return await self._components.saves.stager.stage(self._components.current, message)
+                await self._components.saves.stager.stage(self._components.current, message)
+                return Fulfilled()
             case Restore():
                 return await self._filler.restore(self.state, message)
             case Fill(reads_files=True):
@@ -108,7 +109,7 @@ class Local:
             case _:
                 raise FormatError(f"{type(message).__name__} is not a request of this socket")
 
-    async def _finish(self, message: Finish) -> FinishReply:
+    async def _finish(self, message: Finish) -> Fulfilled:
         """Reply once the gang's last step has reached its levels and the operator has recorded it.
 
         Raises:
@@ -129,7 +130,7 @@ class Local:
         await self._notices.released()
         if self.state.round != message.round:
             raise RefusedError(Refusal.STALE_ROUND, f"round {message.round} has been sealed")
-        return FinishReply(True)
+        return Fulfilled()
 
     def _expect_round(self, message: Finish) -> None:
         refused = fence(self.state, message.round)

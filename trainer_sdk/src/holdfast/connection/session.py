@@ -24,6 +24,7 @@ from holdfast_core.messages.schema import (
     OVERTAKEN,
     PROTOCOL_VERSION,
     STORE_TAKEN,
+    Fulfilled,
     Hello,
     HelloReply,
     LevelReached,
@@ -33,8 +34,6 @@ from holdfast_core.messages.schema import (
     SaveFailed,
     SaveRequested,
     Stage,
-    Staged,
-    StopRequested,
 )
 from holdfast_core.shm.slot_file import SlotState
 
@@ -405,9 +404,7 @@ class Session:
             case LevelReached() | SaveFailed():
                 self.saves.note(message)
             case SaveRequested():
-                self.requests.note(message.token, stop=False)
-            case StopRequested():
-                self.requests.note(message.token, stop=True)
+                self.requests.note(message.token, stop=message.stops)
             case _:
                 logger.warning("ignored a message that is not for ranks: %s", message)
 
@@ -514,5 +511,5 @@ class Session:
                     slot.abandon()  # the other side refused it and will not free the slot
                 save.handle.fail(Level.LOCAL, str(error))
         else:
-            if isinstance(reply, Staged):
+            if isinstance(reply, Fulfilled):
                 self.saves.acknowledge(save)

@@ -35,12 +35,12 @@ from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, age_of
 from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
+    Fulfilled,
     LevelReached,
     Refusal,
     Refused,
     SaveFailed,
     Stage,
-    Staged,
 )
 from holdfast_core.pacing import BackgroundLimit, bytes_each_step
 from holdfast_core.save.place import RankLayouts, SavePlace, SavePools
@@ -328,7 +328,7 @@ class FolderSaves:
     def start(self) -> None:
         self._loop.start()
 
-    def stage(self, message: Stage, push: Push) -> Staged:
+    def stage(self, message: Stage, push: Push) -> Fulfilled:
         """Hand a full slot over. Return when the rank may rely on the levels.
 
         Args:
@@ -410,7 +410,7 @@ class FolderSaves:
 
     # ------------------------------------------------------------------ one save
 
-    async def _stage(self, message: Stage, push: Push) -> Staged:
+    async def _stage(self, message: Stage, push: Push) -> Fulfilled:
         save = _save_of(message)
         self._unclaimed.pop(save, None)
         try:
@@ -430,7 +430,7 @@ class FolderSaves:
             await self._pools.meta.run(self._record_again, message)
             self._commits.add(save[1], [push])
             self._woken.set()
-        return Staged(message.step)
+        return Fulfilled()
 
     def _ended(self, outcome: WriteOutcome) -> None:
         """Commit a save, or tell its rank that it has failed. Called on the loop."""

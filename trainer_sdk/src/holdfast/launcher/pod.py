@@ -40,7 +40,7 @@ from holdfast_core.messages.schema import (
     Ended,
     Exited,
     Finish,
-    FinishReply,
+    Fulfilled,
     Hello,
     HelloReply,
     HostStore,
@@ -406,7 +406,7 @@ class PodLauncher:
                     )
                 except HoldfastError:
                     reply = None  # there is no connection, or the sidecar has refused it
-                if isinstance(reply, FinishReply) and reply.released and self._succeeded.is_set():
+                if isinstance(reply, Fulfilled) and self._succeeded.is_set():
                     return 0
             await asyncio.sleep(_FINISH_PAUSE_SECONDS)
 

@@ -25,7 +25,6 @@ from holdfast_core.messages.schema import (
     Refusal,
     Refused,
     SaveRequested,
-    StopRequested,
 )
 
 JOB_UID = JobUid("fake-job")
@@ -163,7 +162,7 @@ class FakeSidecar:
         self._push(LocalRole.RANK, SaveRequested(self._round(), token))
 
     def request_stop(self, token: str = "stop") -> None:
-        self._push(LocalRole.RANK, StopRequested(self._round(), token))
+        self._push(LocalRole.RANK, SaveRequested(self._round(), token, stops=True))
 
     # ------------------------------------------------------------------ inside
 
