@@ -7,8 +7,7 @@ old as the time in which the operator gets round to each job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -23,24 +22,12 @@ class WorkerNetwork:
     """NetworkPolicyPeers that may read metrics. Empty: any client may read them."""
 
 
-def _default_resources() -> dict[str, Any]:
-    return {
-        "requests": {"cpu": "100m", "memory": "256Mi"},
-        "limits": {"memory": "1Gi"},
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class SidecarSettings:
     """Settings of the installation for the sidecar container."""
 
     image: str
     pull_policy: str = "IfNotPresent"
-    resources: Mapping[str, Any] = field(default_factory=_default_resources)
-    """Resources of the container. The default has no CPU limit, because throttling would delay the durable
-    write of a step."""
-    drain_command: tuple[str, ...] = ("holdfast-sidecar", "pre-stop")
-    probe_command: tuple[str, ...] = ("holdfast-sidecar", "healthz")
     network: WorkerNetwork | None = None
     """Settings of the workers' NetworkPolicy. None: the operator creates none."""
 

@@ -437,7 +437,7 @@ def _sidecar_container(
         "startupProbe": {
             # The probe waits until the socket listens, because the kubelet writes a warning for each failed
             # probe. It does not wait for the restore barrier: a long rehydration is not a failed start.
-            "exec": {"command": [*settings.probe_command, "--timeout", str(_START_SECONDS)]},
+            "exec": {"command": ["holdfast-sidecar", "healthz", "--timeout", str(_START_SECONDS)]},
             "periodSeconds": 1,
             "timeoutSeconds": _START_SECONDS + _PROBE_SECONDS,
             "failureThreshold": 5,
@@ -454,8 +454,12 @@ def _sidecar_container(
             "timeoutSeconds": _FIRST_TRAINING_SECONDS + _PROBE_SECONDS,
             "failureThreshold": 1,
         },
-        "lifecycle": {"preStop": {"exec": {"command": _drain_command(job, settings)}}},
-        "resources": copy.deepcopy(dict(settings.resources)),
+        "lifecycle": {"preStop": {"exec": {"command": _drain_command(job)}}},
+        # Without a CPU limit, because throttling would delay the durable write of a step.
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "256Mi"},
+            "limits": {"memory": "1Gi"},
+        },
         "volumeMounts": mounts,
         "securityContext": {
             "runAsNonRoot": True,
@@ -469,9 +473,9 @@ def _sidecar_container(
     }
 
 
-def _drain_command(job: Gang, settings: SidecarSettings) -> list[str]:
+def _drain_command(job: Gang) -> list[str]:
     seconds = max(1, grace_of(job).total_seconds - EXIT_SECONDS)
-    return [*settings.drain_command, "--timeout", str(seconds)]
+    return ["holdfast-sidecar", "pre-stop", "--timeout", str(seconds)]
 
 
 # --------------------------------------------------------------------------- volumes
