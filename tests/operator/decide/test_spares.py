@@ -175,6 +175,7 @@ def test_a_spare_is_not_taken_because(spare: PodView, view: SidecarView | None) 
     assert promoted(begun(observed)) == {}
 
 
+@pytest.mark.fault("A spare is on the node that is lost with a worker")
 @pytest.mark.parametrize(
     "node",
     [
@@ -224,6 +225,12 @@ def test_two_lost_workers_take_two_spares_in_two_zones() -> None:
     zones = {SPARE.node or "": "a", SECOND.node or "": "a", third.node or "": "b", "node-0": "c"}
     observed = training(pod(0), SPARE, SECOND, third, spares=3, labels=zones)
     assert promoted(begun(observed)) == {1: SPARE.name, 2: third.name}
+
+
+def test_two_lost_workers_take_the_spare_and_a_new_pod() -> None:
+    after = begun(training(pod(0), SPARE))
+    assert promoted(after) == {1: SPARE.name}
+    assert after.members == (0, 1, 1)
 
 
 def test_a_spare_of_the_present_round_is_not_taken() -> None:

@@ -138,13 +138,6 @@ def test_a_gang_can_shrink_again_down_to_min_but_not_below() -> None:
     assert life.status.is_true(JobCondition.RUNNING)
 
 
-def test_a_new_gang_begins_with_the_workers_that_have_nodes() -> None:
-    life = elastic()
-    life.cluster.full_nodes = set(list(life.cluster.nodes)[3:])
-    becomes(life, 3)
-    assert missing(life)[:2] == ("True", Reason.SHRUNK)
-
-
 def test_a_gang_below_min_gives_its_nodes_back_as_others_do() -> None:
     life = elastic(smallest=3)
     life.change_spec(scheduleTimeoutSeconds=60)
@@ -199,16 +192,6 @@ def test_old_pods_that_end_slowly_do_not_make_the_gang_shrink_again() -> None:
     becomes(life, 3)
     sizes = {len(s["members"]) for s in life.cluster.statuses}
     assert sizes == {4, 3}
-
-
-def test_a_gang_without_elastic_waits_as_before() -> None:
-    life = trained()
-    persists(life)
-    life.change_spec(elastic=None)
-    lose_workers_and_their_nodes(life, 1)
-    life.run(SHRINK_AFTER + 60)
-    assert len(life.status.members) == 4
-    assert life.status.condition(JobCondition.WORKERS_MISSING) is None
 
 
 @pytest.mark.parametrize("seconds", [0, 10, SHRINK_AFTER + 2, SHRINK_AFTER + 8])

@@ -104,15 +104,6 @@ def test_a_promoted_spare_is_fenced_and_replaced_as_any_worker() -> None:
     assert sorted(promoted(life)) == [1, 2]
 
 
-def test_two_lost_workers_take_the_spare_and_a_new_pod() -> None:
-    life = trained(copies=2)
-    life.cluster.lose_pod(life.pod(1))
-    life.cluster.lose_pod(life.pod(2))
-    goes_on(life, 1)
-    assert len(promoted(life)) == 1
-    assert life.status.restart_round == 1
-
-
 @pytest.mark.fault("A spare is lost, evicted, or on a node that dies")
 def test_a_lost_spare_is_created_again_and_costs_no_round() -> None:
     life = trained()
@@ -129,23 +120,6 @@ def test_a_lost_spare_is_created_again_and_costs_no_round() -> None:
     goes_on(life, 1)
     assert life.cluster.pods[spare].view.node != node.name
     assert life.status.restart_round == 0
-
-
-@pytest.mark.fault("A spare is on the node that is lost with a worker")
-def test_a_spare_on_the_lost_node_is_not_taken() -> None:
-    life = Life(spares=1)
-    for name in list(life.cluster.nodes)[2:]:
-        life.cluster.full_nodes.add(name)
-    life.run(40)
-    [spare] = spare_pods(life)
-    node = life.cluster.pods[spare].view.node
-    life.cluster.full_nodes.clear()
-    lost = [n for n, p in life.cluster.pods.items() if p.view.node == node and n != spare]
-    assert lost
-    life.cluster.nodes[node or ""].dead = True
-    life.run(40, until=lambda s: s.restart_round == 1)
-    assert life.status.restart_round == 1
-    assert promoted(life) == {}
 
 
 @pytest.mark.parametrize("event", ["suspended", "finished", "deleted"])
