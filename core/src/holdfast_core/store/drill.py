@@ -384,7 +384,7 @@ class _Memory:
         self.data[offset : offset + len(data)] = data
 
 
-class _Places(Closing):
+class _OpenPlaces(Closing):
     """The checkpoint as `reading.CheckpointPlaces`: the store is the only place of its parts."""
 
     def __init__(self, tier: ObjectTier, namespace: str, manifest: Manifest) -> None:
@@ -466,7 +466,7 @@ def _restored(
         The number of tensors that were compared, and why the state cannot be assembled or differs, or "".
     """
     try:
-        with closing(_Places(tier, request.namespace, manifest)) as places:
+        with closing(_OpenPlaces(tier, request.namespace, manifest)) as places:
             groups = [
                 (places.layout_of(rank), len(ranks))
                 for rank, ranks in holders_of(manifest.shards).items()
@@ -484,7 +484,7 @@ def _restored(
     return len(state.tensors), ""
 
 
-def _read_objects(places: _Places, rank: Rank) -> None:
+def _read_objects(places: _OpenPlaces, rank: Rank) -> None:
     """Parse the objects of a rank, which hold all state that is no tensor. Raises FormatError."""
     for span in set(places.layout_of(rank).objects.values()):
         if span.length_bytes:
@@ -538,7 +538,7 @@ def _pieces(box: Box, limit: int) -> Iterator[Box]:
         )
 
 
-def _compare(places: _Places, wanted: RankLayout, world_size: int) -> None:
+def _compare(places: _OpenPlaces, wanted: RankLayout, world_size: int) -> None:
     """Assemble a part of the state and compare each tensor with its sources.
 
     Raises StateMismatchError if they differ or if the shards do not hold all elements.
@@ -558,7 +558,7 @@ def _compare(places: _Places, wanted: RankLayout, world_size: int) -> None:
 
 
 def _from_sources(
-    places: _Places, fqn: str, item: TensorSlice, sources: Iterable[Rank]
+    places: _OpenPlaces, fqn: str, item: TensorSlice, sources: Iterable[Rank]
 ) -> bytearray | None:
     """Return the bytes of a box as they are in the shards of these ranks.
 
