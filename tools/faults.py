@@ -15,7 +15,10 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Shared memory of a pod", ("core/shm",)),
     ("Formats and messages", ("core/format", "core/shards", "core/messages", "fuzz", "golden")),
     ("Bytes between nodes", ("core/peer", "core/net", "core/pacing")),
-    ("The object store", ("core/store", "core/tiers", "core/policy", "integration/object_store")),
+    (
+        "The object store",
+        ("core/store", "core/tiers", "core/test_retention.py", "integration/object_store"),
+    ),
     ("Another number of ranks", ("core/reshard", "core/reading", "integration/reshard")),
     ("Objects of the API", ("core",)),
     ("The sidecar", ("sidecar",)),

@@ -85,7 +85,7 @@ def test_a_change_of_this_repository_reaches_its_tests():
     graph = import_graph.importers(ROOT)
     found = import_graph.distances([Path("core/src/holdfast_core/node/volume.py")], graph)
     assert found[Path("tests/core/node/test_budget.py")] == 1
-    assert Path("tests/operator/render/test_render_pod.py") not in found
+    assert Path("tests/operator/model/test_render_pod.py") not in found
 
 
 def test_times_of_files_come_from_reports_and_stay_for_files_in_none(tmp_path):

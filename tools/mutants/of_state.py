@@ -7,10 +7,10 @@ from tools.mutants.model import Kind, Mutant
 _STATE = "trainer_sdk/src/holdfast/state/"
 _TESTS = "tests/trainer_sdk/state/"
 _PIECES = (
-    f"{_TESTS}copying/test_pieces.py::test_every_piece_of_a_large_tensor_is_copied_from_its_own_place",
+    f"{_TESTS}test_pieces.py::test_every_piece_of_a_large_tensor_is_copied_from_its_own_place",
 )
 _BATCHES = (
-    f"{_TESTS}copying/test_pieces.py::test_small_tensors_are_batched_in_order_and_each_is_copied_once",
+    f"{_TESTS}test_pieces.py::test_small_tensors_are_batched_in_order_and_each_is_copied_once",
 )
 _DESTINATIONS = (f"{_TESTS}loading/test_destinations.py::test_pieces_of_any_length_give_every_bit",)
 

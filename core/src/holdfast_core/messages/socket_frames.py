@@ -1,9 +1,11 @@
 """Frames on the pod's Unix socket: u32 big-endian length, then JSON {type, id, body} of at most 1 MiB.
 
-asyncio code reads and builds frames with `read_frame` and `write_frame`. Threads use `receive_frame` and
-`send_frame`. A request has id > 0 and gets one reply with the same id. A push has id 0 and gets none.
-A frame of an unknown type comes from a newer sender: a push is skipped, and a request is returned as
-UnknownMessage, so that the caller can refuse it.
+asyncio code reads and builds frames with `read_frame` and `write_frame`. Threads that wait for one frame use
+`receive_frame` and `send_frame`, and a thread that also waits for others uses `FrameDecoder`.
+
+A request has id > 0 and gets one reply with the same id. A push has id 0 and gets none. A frame of an unknown
+type comes from a newer sender: a push is skipped, and a request is returned as UnknownMessage, so that the
+caller can refuse it.
 """
 
 from __future__ import annotations
@@ -166,6 +168,31 @@ def receive_frame(sock: socket.socket) -> Frame | None:
         frame = parse_body(body)
         if not _is_unknown_push(frame):
             return frame
+
+
+class FrameDecoder:
+    """Splits a stream of bytes into frames. It buffers at most one incomplete frame."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Add received bytes and return the frames that are complete.
+
+        Raises FormatError for an invalid frame. The stream cannot be decoded any further then, and the
+        connection must be closed.
+        """
+        self._buffer += data
+        frames: list[Frame] = []
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _checked_length(self._buffer[: _LENGTH.size])
+            if len(self._buffer) < end:
+                break
+            frame = parse_body(self._buffer[_LENGTH.size : end])
+            self._buffer = self._buffer[end:]
+            if not _is_unknown_push(frame):
+                frames.append(frame)
+        return frames
 
 
 def send_frame(sock: socket.socket, message: Any, id: int = 0) -> None:
