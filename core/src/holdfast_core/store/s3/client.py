@@ -11,6 +11,7 @@ import base64
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 from urllib.parse import quote, unquote_plus, urlencode, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
@@ -162,6 +163,9 @@ def _uploaded_part(item: ElementTree.Element) -> UploadedPart:
     )
 
 
+T = TypeVar("T")
+
+
 class S3Client:
     """Client of one bucket of one endpoint. Safe for use by many threads. Opens connections when needed."""
 
@@ -214,13 +218,9 @@ class S3Client:
             ConfigError: The credentials or the CA certificate cannot be read.
             CorruptionError: A file of the body became shorter while it was sent.
         """
-        keys = self._credentials.retrieve()
-        reply = self._send_once(request, keys, limit_bytes)
-        if reply.failure is not None and reply.failure.is_credentials:
-            fresh = self._credentials.refresh()
-            if fresh != keys:
-                return self._send_once(request, fresh, limit_bytes)
-        return reply
+        return self._with_keys(
+            lambda keys: self._send_once(request, keys, limit_bytes), lambda reply: reply.failure
+        )
 
     @contextlib.contextmanager
     def stream_range(self, key: str, start: int, stop: int) -> Iterator[HttpReply]:
@@ -230,12 +230,9 @@ class S3Client:
         stores reply 200 with the whole object.
         """
         request = S3Request("GET", key, headers={"Range": f"bytes={start}-{stop - 1}"})
-        keys = self._credentials.retrieve()
-        reply, failure = self._open(request, keys)
-        if failure is not None and failure.is_credentials:
-            fresh = self._credentials.refresh()
-            if fresh != keys:
-                reply, failure = self._open(request, fresh)
+        reply, failure = self._with_keys(
+            lambda keys: self._open(request, keys), lambda opened: opened[1]
+        )
         if failure is not None:
             raise failure.error()
         with reply:
@@ -402,6 +399,19 @@ class S3Client:
             f"{self.shown(reply.body[:1000].decode('utf-8', 'replace'))[:80]!r}; check that "
             "this is an S3 endpoint"
         )
+
+    def _with_keys(
+        self, call: Callable[[Keys], T], failure_of: Callable[[T], S3Failure | None]
+    ) -> T:
+        """Make the call, and make it again if the store refuses its keys and there are other ones by now."""
+        keys = self._credentials.retrieve()
+        found = call(keys)
+        failure = failure_of(found)
+        if failure is not None and failure.is_credentials:
+            fresh = self._credentials.refresh()
+            if fresh != keys:
+                return call(fresh)
+        return found
 
     def _send_once(self, request: S3Request, keys: Keys, limit_bytes: int) -> S3Reply:
         with self._send_signed(request, keys) as reply:
