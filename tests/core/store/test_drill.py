@@ -22,6 +22,7 @@ from tests.support.tiers.stored_checkpoints import (
     values,
 )
 
+from holdfast_core.drill import BadPart, Damage, DrillReport, DrillRequest, drill
 from holdfast_core.errors import (
     AccessDeniedError,
     ConfigError,
@@ -31,8 +32,13 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format import keys
 from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.store.drill import BadPart, Damage, DrillReport, DrillRequest, drill
+from holdfast_core.store.drilled import StoredJob
 from holdfast_core.store.tier import ObjectTier
+
+
+def drill_of(tier: ObjectTier, request: DrillRequest) -> DrillReport:
+    return drill(StoredJob(tier, NAMESPACE, request.job_uid), request)
+
 
 KINDS = ("whole", "packed", "compressed")
 
@@ -58,7 +64,7 @@ class Bed:
 
     def drill(self, step: StoredStep | None = None, world_size: int | None = None) -> DrillReport:
         request = replace((step or self.second).request, world_size=world_size)
-        return drill(self.tier, request)
+        return drill_of(self.tier, request)
 
     def key_of(self, step: StoredStep, rank: int) -> str:
         """Return the key of the object of a rank's shard."""
@@ -132,7 +138,7 @@ def test_replicas_that_differ_are_no_damage(tmp_path: Path) -> None:
     tier = ObjectTier(store)
     step = store_step(tier, tmp_path, 1, [values(seed) for seed in range(4)])
     for world_size in range(1, 6):
-        report = drill(tier, replace(step.request, world_size=world_size))
+        report = drill_of(tier, replace(step.request, world_size=world_size))
         assert (report.bad, report.tensors, report.not_restorable) == ((), 4, "")
 
 
@@ -267,7 +273,7 @@ def test_a_store_that_fails_is_never_damage(
     faults = Faults([Fault(operation, error, first, times)])
     tier = ObjectTier(Faulty(shared.store, faults))
     try:
-        report = drill(tier, replace(shared.second.request, world_size=world_size))
+        report = drill_of(tier, replace(shared.second.request, world_size=world_size))
     except (UnavailableError, AccessDeniedError):
         return
     finally:
@@ -298,7 +304,7 @@ def test_a_byte_that_is_wrong_in_transit_is_no_damage(bed: Bed) -> None:
     store = OnceWrong()
     store.objects = bed.store.objects
     tier = ObjectTier(store)
-    assert drill(tier, bed.second.request).bad == ()
+    assert drill_of(tier, bed.second.request).bad == ()
     tier.close()
 
 
@@ -317,7 +323,7 @@ class Deleting(MemoryObjectStore):
         self._left -= 1
         if self._left == 0:
             request = self._request
-            self._inner.delete_checkpoint(request.namespace, request.job_uid, request.checkpoint)
+            self._inner.delete_checkpoint(NAMESPACE, request.job_uid, request.checkpoint)
         super().read_into(key, start, buffer, stopped)
 
 
@@ -328,7 +334,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(bed: Bed, read: i
     store.objects = bed.store.objects
     tier = ObjectTier(store)
     with pytest.raises(NotFoundError, match="deleted while it was read"):
-        drill(tier, bed.second.request)
+        drill_of(tier, bed.second.request)
     tier.close()
 
 
@@ -348,7 +354,7 @@ def test_elements_that_no_shard_holds_are_not_damage(tmp_path: Path) -> None:
     """The same ranks can restore such a checkpoint, so it must not be quarantined."""
     tier = ObjectTier(MemoryObjectStore())
     half = store_step(tier, tmp_path, 1, values(1), packed=False, mesh=(1, 8))
-    report = drill(tier, replace(half.request, world_size=3))
+    report = drill_of(tier, replace(half.request, world_size=3))
     assert report.bad == ()
     assert "elements are in no readable shard" in report.not_restorable
 

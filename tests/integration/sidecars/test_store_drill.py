@@ -40,7 +40,7 @@ class Bed:
         """Run the command and return its exit code and report."""
         request = self.step.request
         wanted = DrillContract(
-            request.namespace,
+            NAMESPACE,
             **{"job_uid": request.job_uid, "manifest": request.manifest, **changed},
         )
         log = self.folder / "log"
@@ -87,7 +87,7 @@ def test_an_intact_checkpoint(bed: Bed) -> None:
 def test_a_checkpoint_that_is_not_there(bed: Bed) -> None:
     status, report = bed.run(step=7)
     assert (status, report["error"]) == (1, "NotFoundError")
-    assert "expected step 7 in the store, found the steps 1" in report["message"]
+    assert "expected step 7, found the steps 1" in report["message"]
     status, report = bed.run(job_uid=JobUid("0" * 8))
     assert (status, report["error"]) == (1, "NotFoundError")
 

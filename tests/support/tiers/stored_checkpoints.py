@@ -11,6 +11,7 @@ from tests.support.shards.builders import JOB, JOB_UID, shard_header
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 from tests.support.shards.shard_files import write_shard
 
+from holdfast_core.drill import DrillRequest
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import CheckpointId, Digest, Rank
@@ -18,7 +19,6 @@ from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.shards.file import Trailer, build_manifest
 from holdfast_core.shards.pack import Earlier, plan_pack, shared_with, unshared_index
-from holdfast_core.store.drill import DrillRequest
 from holdfast_core.store.tier import ObjectTier
 
 NAMESPACE = "team-a"
@@ -144,7 +144,7 @@ def store_step(
         parent=None,
     )
     digest: Digest = tier.put_manifest(NAMESPACE, JOB_UID, found, document)
-    return StoredStep(DrillRequest(NAMESPACE, JOB_UID, found, digest), readers, document)
+    return StoredStep(DrillRequest(JOB_UID, found, digest), readers, document)
 
 
 def _payload(layout: RankLayout, saved: Values) -> bytes:

@@ -1,4 +1,4 @@
-"""`holdfast verify` on a store in a directory: exit codes and texts."""
+"""`holdfast verify` on a store in a directory and on a folder: exit codes and texts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.stored_checkpoints import store_step, values
 
+import holdfast
 from holdfast.__main__ import main
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
@@ -62,7 +64,7 @@ def test_damage_is_listed(store: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("words", "status", "text"),
     [
-        (["--step", "9"], 1, "expected step 9 in the store, found the steps 1, 2"),
+        (["--step", "9"], 1, "expected step 9, found the steps 1, 2"),
         (["--restore"], 2, "--restore and --world-size are given together"),
         (["--world-size", "2"], 2, "--restore and --world-size are given together"),
         (["--restore", "--world-size", "0"], 1, "expected 1 to 4096 ranks"),
@@ -75,6 +77,23 @@ def test_a_wrong_request(
     assert text in capsys.readouterr().err
 
 
-def test_a_folder_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_a_checkpointer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "ckpt"
+    state = {"model": {"weight": torch.arange(300_000), "bias": torch.ones(7)}, "epoch": 3}
+    with holdfast.Checkpointer(dir=folder, interval_steps=0) as ckpt:
+        ckpt.save(5, state).wait()
+    assert main(["verify", str(folder), "--restore", "--world-size", "2"]) == 0
+    assert "assembled 2 tensors for 2 ranks: equal\n" in capsys.readouterr().out
+    (shard,) = folder.glob("tier/**/*.shard")
+    flip_bit(shard, 100_000)
+    assert main(["verify", str(folder)]) == 3
+    assert "  shard of rank 0: WrongBytes: " in capsys.readouterr().out
+    assert shard.exists(), "nothing is moved to the quarantine"
+    shard.unlink()
+    assert main(["verify", str(folder)]) == 3
+    assert "  shard of rank 0: Missing: " in capsys.readouterr().out
+
+
+def test_an_empty_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path)]) == 1
-    assert "expected a store to verify" in capsys.readouterr().err
+    assert "expected a folder in which a Checkpointer has saved" in capsys.readouterr().err

@@ -1,20 +1,15 @@
-"""The verb `verify` of the console script: read a whole checkpoint of a store and compare its digests."""
+"""The verb `verify` of the console script: read a whole checkpoint and compare its digests."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
-from holdfast.reading.opening import verify_stored
+from holdfast.reading.opening import verify
+from holdfast_core.drill import DrillExit, DrillReport
 from holdfast_core.errors import ConfigError, HoldfastError
 
-if TYPE_CHECKING:
-    # It needs the packages of the extra holdfast-sdk[s3].
-    from holdfast_core.store.drill import DrillReport
-
 VERB = "verify"
-_NOT_READ = 1
 _GIB = 1 << 30
 
 
@@ -22,10 +17,12 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     """Add the verb to the parser of the console script."""
     parser = verbs.add_parser(
         VERB,
-        help="read every byte of a stored checkpoint",
+        help="read every byte of a checkpoint",
         description="Exit code: 0 intact, 1 not read to its end, 3 damaged, 4 not restorable.",
     )
-    parser.add_argument("store", metavar="STORE", help="s3://bucket/prefix, or a folder as a store")
+    parser.add_argument(
+        "place", metavar="PLACE", help="folder of checkpoints, or s3://bucket/prefix"
+    )
     parser.add_argument("--step", type=int, help="default: the newest checkpoint")
     parser.add_argument(
         "--restore",
@@ -43,18 +40,18 @@ def run(arguments: argparse.Namespace) -> int:
             "state for 8 ranks"
         )
     try:
-        report = verify_stored(arguments.store, arguments.step, arguments.world_size)
+        report = verify(arguments.place, arguments.step, arguments.world_size)
     except HoldfastError as error:
         sys.stderr.write(f"{error}\n")
-        return _NOT_READ
-    sys.stdout.write(_text(report, arguments.store, arguments.world_size))
+        return DrillExit.NOT_READ
+    sys.stdout.write(_text(report, arguments.place, arguments.world_size))
     return report.exit_code
 
 
-def _text(report: DrillReport, store: str, world_size: int | None) -> str:
+def _text(report: DrillReport, place: str, world_size: int | None) -> str:
     gib, seconds = report.read_bytes / _GIB, max(report.seconds, 1e-9)
     text = (
-        f"step {report.checkpoint.step} of {store}: read {gib:.3f} GiB of {report.shards} shards in "
+        f"step {report.checkpoint.step} of {place}: read {gib:.3f} GiB of {report.shards} shards in "
         f"{seconds:.1f} s ({gib / seconds:.2f} GiB/s)\n"
     )
     if not report.is_intact:

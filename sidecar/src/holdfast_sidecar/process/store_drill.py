@@ -8,9 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 from holdfast_core.contract import DrillContract, StoreConfig
+from holdfast_core.drill import DrillExit, DrillRequest, drill, newest_of
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Digest
-from holdfast_core.store.drill import DrillExit, DrillRequest, drill, find_checkpoint
+from holdfast_core.store.drilled import StoredJob
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import FileCredentials
 from holdfast_core.store.s3.store import S3ObjectStore
@@ -53,12 +54,8 @@ def _drilled(store: str, store_dir: str, wanted: DrillContract) -> tuple[str, Dr
     client = S3Client(config, credentials, ca_file=credentials.ca_file)
     tier = ObjectTier(S3ObjectStore(client), config.prefix, readers=config.max_concurrency)
     with closing(tier):
-        checkpoint = find_checkpoint(
-            tier, wanted.namespace, wanted.job_uid, wanted.step, wanted.round
-        )
+        job = StoredJob(tier, wanted.namespace, wanted.job_uid)
+        checkpoint = newest_of(job, wanted.step, wanted.round)
         digest = None if wanted.manifest is None else Digest(wanted.manifest)
-        report = drill(
-            tier,
-            DrillRequest(wanted.namespace, wanted.job_uid, checkpoint, digest, wanted.world_size),
-        )
+        report = drill(job, DrillRequest(wanted.job_uid, checkpoint, digest, wanted.world_size))
     return report.to_json(), report.exit_code

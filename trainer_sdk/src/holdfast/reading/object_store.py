@@ -14,10 +14,11 @@ from typing import Self
 
 from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast_core.closing import Closing
+from holdfast_core.drill import DrillPlace
 from holdfast_core.errors import ConfigError, FormatError, NotFoundError
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName, age_of
-from holdfast_core.store.drill import DrillReport, DrillRequest, drill, find_checkpoint
+from holdfast_core.store.drilled import StoredJob
 from holdfast_core.store.open import open_tier
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store_url import StoreUrl
@@ -36,7 +37,7 @@ class StoreSource(Closing):
     ) -> None:
         self._tier = tier
         self._namespace = namespace
-        self._uid = uid
+        self.job_uid = uid
         is_of_folder = (namespace, uid) == (NAMESPACE, JOB_UID)
         self.name = str(url) if is_of_folder else f"{url}/{namespace}/{uid}"
 
@@ -73,7 +74,7 @@ class StoreSource(Closing):
             raise
 
     def checkpoints(self) -> list[CheckpointId]:
-        found = self._tier.list_manifests(self._namespace, self._uid)
+        found = self._tier.list_manifests(self._namespace, self.job_uid)
         return sorted(found, key=age_of, reverse=True)
 
     def claim(self, checkpoint: CheckpointId) -> object:
@@ -81,8 +82,8 @@ class StoreSource(Closing):
         return None
 
     def manifest(self, checkpoint: CheckpointId) -> Manifest:
-        document = self._tier.get_manifest(self._namespace, self._uid, checkpoint)
-        return parse_manifest_of(document, self._uid, checkpoint)
+        document = self._tier.get_manifest(self._namespace, self.job_uid, checkpoint)
+        return parse_manifest_of(document, self.job_uid, checkpoint)
 
     def layout(self, ref: ShardRef, digest: Digest) -> bytes:
         return self._tier.get_layout(self._namespace, ref, digest)
@@ -90,11 +91,8 @@ class StoreSource(Closing):
     def open_shard(self, ref: ShardRef) -> ShardSource:
         return self._tier.open_shard(self._namespace, ref)
 
-    def drill(self, step: int | None, world_size: int | None) -> DrillReport:
-        """Read a whole checkpoint, by default the newest one, and compare all digests. See `drill`."""
-        checkpoint = find_checkpoint(self._tier, self._namespace, self._uid, step)
-        request = DrillRequest(self._namespace, self._uid, checkpoint, world_size=world_size)
-        return drill(self._tier, request)
+    def drilled(self) -> DrillPlace:
+        return StoredJob(self._tier, self._namespace, self.job_uid)
 
     def close(self) -> None:
         self._tier.close()

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from holdfast.base.options import folder_path, required_store
@@ -16,14 +16,10 @@ from holdfast.directory.choice import JOB_UID
 from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.source import CheckpointSource, FolderSource
 from holdfast_core.closing import Closing
-from holdfast_core.errors import ConfigError, FormatError, NotFoundError
+from holdfast_core.drill import DrillReport, DrillRequest, drill, newest_of
+from holdfast_core.errors import FormatError, NotFoundError
 from holdfast_core.ids import CheckpointId
 from holdfast_core.store_url import StoreUrl
-
-if TYPE_CHECKING:
-    # These need the packages of the extra holdfast-sdk[s3].
-    from holdfast.reading.object_store import StoreSource
-    from holdfast_core.store.drill import DrillReport
 
 logger = logging.getLogger(__name__)
 
@@ -121,44 +117,41 @@ def open_checkpoints(path_or_url: str | os.PathLike[str]) -> Checkpoints:
     than such a place, and for a prefix of several trainings, which it lists. Raises AccessDeniedError and
     UnavailableError where the store does not answer.
     """
-    url = _store_url(path_or_url)
-    return Checkpoints(FolderSource(folder_path(path_or_url)) if url is None else _store(url))
+    return Checkpoints(_source_of(path_or_url))
 
 
-def verify_stored(
+def verify(
     path_or_url: str | os.PathLike[str], step: int | None = None, world_size: int | None = None
 ) -> DrillReport:
-    """Read every byte of a checkpoint in a store, and compare all digests. Nothing is written.
+    """Read every byte of a checkpoint, and compare all digests. Nothing is changed.
 
-    path_or_url: the store, as for `open_checkpoints`.
+    path_or_url: the folder or store, as for `open_checkpoints`.
     step: the step; without it the newest checkpoint.
     world_size: number of ranks for which the state is assembled as well, and compared.
 
-    Raises ConfigError for a folder, NotFoundError where there is no such checkpoint, and
-    AccessDeniedError and UnavailableError where the store does not answer.
+    Raises what `open_checkpoints` raises, and NotFoundError where there is no such checkpoint.
     """
-    url = _store_url(path_or_url)
-    if url is None:
-        raise ConfigError(
-            f"{path_or_url}: expected a store to verify, s3://bucket/prefix or file:///path, found a folder "
-            "of a Checkpointer; `holdfast export` verifies what it reads of a folder"
-        )
-    with _store(url) as source:
-        return source.drill(step, world_size)
+    with _source_of(path_or_url) as source:
+        place = source.drilled()
+        checkpoint = newest_of(place, step)
+        claim = source.claim(checkpoint)
+        try:
+            return drill(place, DrillRequest(source.job_uid, checkpoint, world_size=world_size))
+        finally:
+            del claim
 
 
-def _store_url(path_or_url: str | os.PathLike[str]) -> StoreUrl | None:
-    """Return the URL of a store, or None for a folder. Raises ConfigError for anything else."""
+def _source_of(path_or_url: str | os.PathLike[str]) -> CheckpointSource:
     text = os.fspath(path_or_url)
     if isinstance(text, str) and text.strip().lower().startswith("s3:/"):
-        return required_store(text)
+        return _store(required_store(text))
     root = folder_path(path_or_url)
     if not (root / "tier" / JOB_UID).is_dir() and any(_manifests_of_jobs(root)):
-        return required_store(f"file://{quote(str(root))}")
-    return None
+        return _store(required_store(f"file://{quote(str(root))}"))
+    return FolderSource(root)
 
 
-def _store(url: StoreUrl) -> StoreSource:
+def _store(url: StoreUrl) -> CheckpointSource:
     from holdfast.reading.object_store import StoreSource
 
     return StoreSource.open(url, current_environment())

@@ -5,6 +5,7 @@ Here is also the source of a folder, which a training may write to at the same t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -12,10 +13,12 @@ from holdfast.directory.choice import JOB_UID, committed, open_in_folder
 from holdfast.directory.commit import one_at_a_time
 from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.closing import Closing
-from holdfast_core.errors import ConfigError
-from holdfast_core.format.manifest import Manifest, parse_manifest_of
-from holdfast_core.ids import CheckpointId, Digest, ShardRef, TierName
+from holdfast_core.drill import DrillPlace
+from holdfast_core.errors import ConfigError, NotFoundError
+from holdfast_core.format.manifest import Manifest, ManifestShard, parse_manifest_of
+from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.reading import check_source
 from holdfast_core.tiers.base import ShardSource
 
 
@@ -30,6 +33,11 @@ class CheckpointSource(Closing, Protocol):
     @property
     def name(self) -> str:
         """Path or URL, for messages."""
+        ...
+
+    @property
+    def job_uid(self) -> JobUid:
+        """UID of the job, which the manifests name."""
         ...
 
     def checkpoints(self) -> list[CheckpointId]:
@@ -55,6 +63,10 @@ class CheckpointSource(Closing, Protocol):
         """
         ...
 
+    def drilled(self) -> DrillPlace:
+        """Return the checkpoints as a drill reads them."""
+        ...
+
 
 class FolderSource(Closing):
     """CheckpointSource of a folder. It changes no file of a checkpoint and quarantines nothing.
@@ -63,6 +75,7 @@ class FolderSource(Closing):
     """
 
     tier = TierName.NODE
+    job_uid = JOB_UID
 
     def __init__(self, root: Path) -> None:
         if not (root / "tier").is_dir():
@@ -98,5 +111,47 @@ class FolderSource(Closing):
     def open_shard(self, ref: ShardRef) -> ShardSource:
         return open_in_folder(self._tier, ref)
 
+    def drilled(self) -> DrillPlace:
+        return _DrilledFolder(self, self._tier)
+
     def close(self) -> None:
         """Do nothing: the tier holds no open file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DrilledFolder:
+    """Implementation of drill.DrillPlace and drill.ShardVerifier. Each shard of a folder is a whole file."""
+
+    source: FolderSource
+    disk: DiskNodeTier
+    tier: TierName = TierName.NODE
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def checkpoints(self) -> list[CheckpointId]:
+        return self.source.checkpoints()
+
+    def manifest_document(self, checkpoint: CheckpointId) -> bytes:
+        return self.disk.get_manifest(JOB_UID, checkpoint)
+
+    def layout(self, ref: ShardRef, digest: Digest) -> bytes:
+        return self.source.layout(ref, digest)
+
+    def open_shard(self, ref: ShardRef) -> ShardSource:
+        return self.source.open_shard(ref)
+
+    def verifier(self, checkpoint: CheckpointId) -> _DrilledFolder:
+        return self
+
+    def verify(self, ref: ShardRef, shard: ManifestShard) -> int:
+        if self.disk.look_up(ref) is None:
+            raise NotFoundError(f"shard of {ref}: no file {self.disk.shard_path(ref)}")
+        with self.disk.open_shard(ref) as reader:
+            check_source(reader.record, shard)
+            reader.verify()
+        return shard.payload_bytes
+
+    def missing_references(self) -> tuple[CheckpointId, ...]:
+        return ()

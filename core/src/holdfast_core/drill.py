@@ -1,10 +1,9 @@
-"""A drill: read everything that a restore of one stored checkpoint would need, and compare its digests.
+"""A drill: read everything that a restore of one checkpoint would need, and compare its digests.
 
-The manifest names shards and layouts. The index of a pack names the objects of other ranks and of earlier
-checkpoints in which its chunks are. Each stored byte is read once, by the readers that a restore uses, and
-nothing is written. At most MAX_AHEAD_BYTES of a shard are in memory, and its chunk table.
+The manifest names shards and layouts. Each stored byte is read once, by the readers that a restore uses, and
+nothing is written. A few tens of MiB of a shard are in memory, and its chunk table.
 
-Damage is what the store holds wrongly. It is looked at twice, because a byte may be wrong in transit. A store
+Damage is what a place holds wrongly. It is looked at twice, because a byte may be wrong in transit. A place
 that does not answer, refuses the keys or was emptied, and a checkpoint that is deleted meanwhile, are no
 damage: then the drill raises an error, and its caller knows no more than before.
 
@@ -17,12 +16,12 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from holdfast_core.closing import Closing
 from holdfast_core.errors import (
@@ -38,9 +37,8 @@ from holdfast_core.errors import (
     UnknownVersionError,
     UnreadableError,
 )
-from holdfast_core.format import keys
 from holdfast_core.format.canonical import digest_of
-from holdfast_core.format.manifest import Manifest, parse_manifest_of
+from holdfast_core.format.manifest import Manifest, ManifestShard, parse_manifest_of
 from holdfast_core.format.payload import unpack_objects
 from holdfast_core.format.rank_layout import (
     RankLayout,
@@ -48,8 +46,17 @@ from holdfast_core.format.rank_layout import (
     element_bytes,
     parse_rank_layout,
 )
-from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, Rank, TierName, age_of
-from holdfast_core.reading import Reader, ShardPlace, check_source, run_blocking
+from holdfast_core.ids import (
+    ByteRange,
+    CheckpointId,
+    Digest,
+    JobUid,
+    Rank,
+    ShardRef,
+    TierName,
+    age_of,
+)
+from holdfast_core.reading import Reader, ShardPlace, run_blocking
 from holdfast_core.reshard.boxes import (
     Box,
     SavedTensor,
@@ -58,8 +65,6 @@ from holdfast_core.reshard.boxes import (
     runs,
     saved_state,
 )
-from holdfast_core.store.download.shard import OtherObjects
-from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import ShardSource
 
 T = TypeVar("T")
@@ -96,7 +101,7 @@ class Damage(StrEnum):
     """What is wrong with a part of a checkpoint."""
 
     MISSING = "Missing"
-    """The store does not have it."""
+    """The place does not have it."""
     CUT = "Cut"
     """It ends too early, or its end was replaced."""
     SWAPPED = "Swapped"
@@ -107,7 +112,7 @@ class Damage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BadPart:
-    """A part of a checkpoint that is damaged in the store."""
+    """A part of a checkpoint that is damaged."""
 
     part: str
     """`manifest`, `shard of rank 3`, `layout of rank 3` or `reference to step 5`."""
@@ -168,11 +173,57 @@ class DrillReport:
             shown.pop()
 
 
+class DrillPlace(Protocol):
+    """The checkpoints of one job in one place. Calls block."""
+
+    @property
+    def name(self) -> str:
+        """What users call the place."""
+        ...
+
+    @property
+    def tier(self) -> TierName: ...
+
+    def checkpoints(self) -> Collection[CheckpointId]:
+        """Return the checkpoints that have a manifest. Manifests are not read."""
+        ...
+
+    def manifest_document(self, checkpoint: CheckpointId) -> bytes:
+        """Return the manifest as stored. Raises NotFoundError, and CorruptionError if that is known."""
+        ...
+
+    def layout(self, ref: ShardRef, digest: Digest) -> bytes:
+        """Return the layout of a shard, verified. Raises NotFoundError, CorruptionError."""
+        ...
+
+    def open_shard(self, ref: ShardRef) -> ShardSource:
+        """Open a shard for reading. Raises NotFoundError, CorruptionError."""
+        ...
+
+    def verifier(self, checkpoint: CheckpointId) -> ShardVerifier:
+        """Return what reads the shards of a checkpoint."""
+        ...
+
+
+class ShardVerifier(Protocol):
+    """Reads whole shards of one checkpoint."""
+
+    def verify(self, ref: ShardRef, shard: ManifestShard) -> int:
+        """Read every byte of a shard that was not read yet, and compare all.
+
+        Returns the payload bytes that were read. Raises CorruptionError and NotFoundError for damage.
+        """
+        ...
+
+    def missing_references(self) -> Collection[CheckpointId]:
+        """Return earlier checkpoints that the verified shards need and that nothing keeps."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DrillRequest:
     """Which checkpoint to read, and how."""
 
-    namespace: str
     job_uid: JobUid
     checkpoint: CheckpointId
     manifest: Digest | None = None
@@ -183,29 +234,29 @@ class DrillRequest:
 
 
 def drill(
-    tier: ObjectTier, request: DrillRequest, now: Callable[[], float] = time.monotonic
+    place: DrillPlace, request: DrillRequest, now: Callable[[], float] = time.monotonic
 ) -> DrillReport:
     """Read one checkpoint and return what was found. Blocks for as long as its bytes take.
 
     Raises:
         ConfigError: The world size is out of bounds.
-        NotFoundError: The checkpoint was deleted meanwhile, or the store has no checkpoint of the job.
+        NotFoundError: The checkpoint was deleted meanwhile, or the place has no checkpoint of the job.
         UnknownVersionError: A newer release wrote it.
-        UnavailableError: The store cannot be reached.
-        AccessDeniedError: The store refuses the keys.
-        TierError: Another failure of the store.
+        UnavailableError: The place cannot be reached.
+        AccessDeniedError: The place refuses the keys.
+        TierError: Another failure of the place.
     """
     size = request.world_size
     if size is not None and not 1 <= size <= MAX_WORLD_SIZE:
         raise ConfigError(f"world size {size}: expected 1 to {MAX_WORLD_SIZE} ranks")
     began = now()
-    reading = _Drill(tier, request)
+    reading = _Drill(place, request)
     manifest = reading.look(_MANIFEST, reading.manifest)
     tensors, not_restorable = None, ""
     if manifest is not None:
         reading.read_all(manifest)
         if size is not None and not reading.bad_count:
-            tensors, not_restorable = _restored(tier, request, manifest, size)
+            tensors, not_restorable = _restored(place, manifest, size)
     if reading.bad_count or not_restorable:
         reading.expect_kept()
     return DrillReport(
@@ -220,18 +271,14 @@ def drill(
     )
 
 
-def find_checkpoint(
-    tier: ObjectTier,
-    namespace: str,
-    job_uid: JobUid,
-    step: int | None = None,
-    round_: int | None = None,
+def newest_of(
+    place: DrillPlace, step: int | None = None, round_: int | None = None
 ) -> CheckpointId:
-    """Return the newest stored checkpoint, or the newest one of a step or a round.
+    """Return the newest checkpoint of a place, or the newest one of a step or a round.
 
-    Raises NotFoundError where the store has none.
+    Raises NotFoundError where there is none.
     """
-    known = tier.list_manifests(namespace, job_uid)
+    known = place.checkpoints()
     found = [
         checkpoint
         for checkpoint in known
@@ -243,21 +290,17 @@ def find_checkpoint(
     wanted += "" if round_ is None else f" of round {round_}"
     steps = ", ".join(str(one) for one in sorted({checkpoint.step for checkpoint in known})[-20:])
     raise NotFoundError(
-        f"job {job_uid} of namespace {namespace}: expected {wanted} in the store, found "
-        f"{'the steps ' + steps if known else 'no checkpoint'}"
+        f"{place.name}: expected {wanted}, found {'the steps ' + steps if known else 'no checkpoint'}"
     )
 
 
 class _Drill:
     """The reads of one drill."""
 
-    def __init__(self, tier: ObjectTier, request: DrillRequest) -> None:
-        self._tier = tier
+    def __init__(self, place: DrillPlace, request: DrillRequest) -> None:
+        self._place = place
         self._request = request
-        self._job = (request.namespace, request.job_uid)
-        own = tier.job(*self._job).key(keys.shards_prefix(request.checkpoint))
-        self._others = OtherObjects(own)
-        self._earlier: set[CheckpointId] = set()
+        self._verifier = place.verifier(request.checkpoint)
         self.read_bytes = 0
         self.bad: list[BadPart] = []
         self.bad_count = 0
@@ -278,7 +321,7 @@ class _Drill:
 
     def manifest(self) -> Manifest:
         request = self._request
-        document = self._tier.get_manifest(*self._job, request.checkpoint)
+        document = self._place.manifest_document(request.checkpoint)
         manifest = parse_manifest_of(document, request.job_uid, request.checkpoint)
         if request.manifest not in (None, found := digest_of(document)):
             raise CorruptionError(
@@ -291,20 +334,9 @@ class _Drill:
         for shard in manifest.shards:
             self.look(f"shard of rank {shard.rank}", partial(self._shard, manifest, shard.rank))
             self.look(f"layout of rank {shard.rank}", partial(self._layout, manifest, shard.rank))
-        missing = self._missing_references()
-        for earlier in missing:
+        for earlier in self._verifier.missing_references():
             text = f"no marker keeps the objects of {earlier}, which this checkpoint needs"
             self._found_bad(BadPart(f"reference to step {earlier.step}", Damage.MISSING, text))
-
-    def _missing_references(self) -> tuple[CheckpointId, ...]:
-        """Return the earlier checkpoints that were read and whose objects a sweep would not keep."""
-        objects, own = self._tier.job(*self._job), self._request.checkpoint
-        needs = self._tier.get_references(*self._job, own).keys()
-        return tuple(
-            other
-            for other in sorted(self._earlier)
-            if other not in needs or not objects.is_needed_by(other, own)
-        )
 
     def expect_kept(self) -> None:
         """Raise an error if what was found has another cause than damage of this checkpoint.
@@ -313,10 +345,10 @@ class _Drill:
         checkpoint of the job, and UnavailableError for a manifest that is there now and was not before.
         """
         checkpoint = self._request.checkpoint
-        known = self._tier.list_manifests(*self._job)
+        known = self._place.checkpoints()
         if not known:
             raise NotFoundError(
-                "the store has no checkpoint of this job: check the bucket and the prefix"
+                f"{self._place.name} has no checkpoint of this job: check the bucket and the prefix"
             )
         lacks_manifest = any(
             bad.part == _MANIFEST and bad.damage is Damage.MISSING for bad in self.bad
@@ -327,15 +359,10 @@ class _Drill:
             raise NotFoundError(f"{checkpoint} was deleted while it was read")
 
     def _shard(self, manifest: Manifest, rank: Rank) -> None:
-        source = self._tier.open_shard(self._request.namespace, manifest.ref(rank))
-        with source:
-            check_source(source.trailer.record, manifest.shards[rank])
-            if source.stored.index is not None:
-                self._earlier.update(source.stored.index.earlier())
-            self.read_bytes += source.verify(self._others)
+        self.read_bytes += self._verifier.verify(manifest.ref(rank), manifest.shards[rank])
 
     def _layout(self, manifest: Manifest, rank: Rank) -> None:
-        _layout_of(self._tier, self._request.namespace, manifest, rank)
+        _layout_of(self._place, manifest, rank)
 
     def _found_bad(self, bad: BadPart) -> None:
         self.bad_count += 1
@@ -343,10 +370,10 @@ class _Drill:
             self.bad.append(bad)
 
 
-def _layout_of(tier: ObjectTier, namespace: str, manifest: Manifest, rank: Rank) -> RankLayout:
+def _layout_of(place: DrillPlace, manifest: Manifest, rank: Rank) -> RankLayout:
     """Return a layout. Raises NotFoundError, CorruptionError, and FormatError if it is of another shard."""
     shard = manifest.shards[rank]
-    layout = parse_rank_layout(tier.get_layout(namespace, manifest.ref(rank), shard.layout))
+    layout = parse_rank_layout(place.layout(manifest.ref(rank), shard.layout))
     if (layout.rank, layout.payload_bytes) != (rank, shard.payload_bytes):
         raise FormatError(
             f"layout of rank {rank}: it is of rank {layout.rank} with a payload of "
@@ -384,12 +411,11 @@ class _Memory:
         self.data[offset : offset + len(data)] = data
 
 
-class _OpenPlaces(Closing):
-    """The checkpoint as `reading.CheckpointPlaces`: the store is the only place of its parts."""
+class _DrilledParts(Closing):
+    """The checkpoint as `reading.CheckpointPlaces`, with one place of its parts."""
 
-    def __init__(self, tier: ObjectTier, namespace: str, manifest: Manifest) -> None:
-        self._tier = tier
-        self._namespace = namespace
+    def __init__(self, place: DrillPlace, manifest: Manifest) -> None:
+        self._place = place
         self._manifest = manifest
         self._layouts: OrderedDict[Rank, RankLayout] = OrderedDict()
         self._shards: OrderedDict[Rank, ShardSource] = OrderedDict()
@@ -403,7 +429,7 @@ class _OpenPlaces(Closing):
         return self.layout_of(rank)
 
     def places(self, rank: Rank) -> Sequence[ShardPlace]:
-        return (ShardPlace(TierName.OBJECT, "the store", partial(self._shard, rank)),)
+        return (ShardPlace(self._place.tier, self._place.name, partial(self._shard, rank)),)
 
     async def run(self, call: Callable[[], T], place: ShardPlace | None = None) -> T:
         return call()
@@ -415,7 +441,7 @@ class _OpenPlaces(Closing):
         if rank not in self._layouts:
             if len(self._layouts) >= _LAYOUTS:
                 self._layouts.popitem(last=False)
-            self._layouts[rank] = _layout_of(self._tier, self._namespace, self._manifest, rank)
+            self._layouts[rank] = _layout_of(self._place, self._manifest, rank)
         return self._layouts[rank]
 
     def payload(self, rank: Rank, span: ByteRange) -> bytes:
@@ -445,7 +471,7 @@ class _OpenPlaces(Closing):
         if shard is None:
             if len(self._shards) >= _OPEN_SHARDS:
                 self._shards.popitem(last=False)[1].close()
-            shard = self._tier.open_shard(self._namespace, self._manifest.ref(rank))
+            shard = self._place.open_shard(self._manifest.ref(rank))
         yield shard
         self._shards[rank] = shard
 
@@ -454,9 +480,7 @@ class _OpenPlaces(Closing):
             self._shards.popitem()[1].close()
 
 
-def _restored(
-    tier: ObjectTier, request: DrillRequest, manifest: Manifest, world_size: int
-) -> tuple[int, str]:
+def _restored(place: DrillPlace, manifest: Manifest, world_size: int) -> tuple[int, str]:
     """Assemble the state for `world_size` ranks.
 
     A tensor of the gang is cut along its first dimension, so that every element is read once. Tensors that
@@ -466,7 +490,7 @@ def _restored(
         The number of tensors that were compared, and why the state cannot be assembled or differs, or "".
     """
     try:
-        with closing(_OpenPlaces(tier, request.namespace, manifest)) as places:
+        with closing(_DrilledParts(place, manifest)) as places:
             groups = [
                 (places.layout_of(rank), len(ranks))
                 for rank, ranks in holders_of(manifest.shards).items()
@@ -484,7 +508,7 @@ def _restored(
     return len(state.tensors), ""
 
 
-def _read_objects(places: _OpenPlaces, rank: Rank) -> None:
+def _read_objects(places: _DrilledParts, rank: Rank) -> None:
     """Parse the objects of a rank, which hold all state that is no tensor. Raises FormatError."""
     for span in set(places.layout_of(rank).objects.values()):
         if span.length_bytes:
@@ -538,7 +562,7 @@ def _pieces(box: Box, limit: int) -> Iterator[Box]:
         )
 
 
-def _compare(places: _OpenPlaces, wanted: RankLayout, world_size: int) -> None:
+def _compare(places: _DrilledParts, wanted: RankLayout, world_size: int) -> None:
     """Assemble a part of the state and compare each tensor with its sources.
 
     Raises StateMismatchError if they differ or if the shards do not hold all elements.
@@ -558,7 +582,7 @@ def _compare(places: _OpenPlaces, wanted: RankLayout, world_size: int) -> None:
 
 
 def _from_sources(
-    places: _OpenPlaces, fqn: str, item: TensorSlice, sources: Iterable[Rank]
+    places: _DrilledParts, fqn: str, item: TensorSlice, sources: Iterable[Rank]
 ) -> bytearray | None:
     """Return the bytes of a box as they are in the shards of these ranks.
 
