@@ -256,6 +256,21 @@ def test_without_a_store_a_request_is_recorded_when_it_is_replicated() -> None:
     assert not status_of(record).is_true("Persisted")
 
 
+def test_the_record_has_the_metric_of_keep_best_and_some_others() -> None:
+    reported = {f"m{n:02}": float(n) for n in range(40)}
+    given = world(
+        committed=persisted(40),
+        reported=point(40),
+        coordinator={"last_persisted_metrics": reported},
+        retention={"keep_best": {"metric": "m30", "mode": "max"}},
+    )
+    (record,) = only(decide(given, now()), "create Checkpoint")
+    assert status_of(record).metrics == {
+        **{f"m{n:02}": float(n) for n in range(15)},
+        "m30": 30.0,
+    }
+
+
 # --------------------------------------------------------------------------- retention
 
 

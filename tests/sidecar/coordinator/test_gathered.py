@@ -14,6 +14,7 @@ from holdfast_core.messages.schema import (
     Failure,
     RankProgress,
     RestoredFrom,
+    StepMetrics,
     WorkerReport,
 )
 from holdfast_sidecar.coordinator.gathered import Gathered
@@ -138,3 +139,14 @@ def test_ranks_are_counted_by_their_tiers_once_every_worker_has_its_shards() -> 
     assert gathered.restored_from is None
     gathered.receive(reports[2], 1.0)
     assert gathered.restored_from == RestoredFrom(memory=3, node=1, peer=1, object=1)
+
+
+def test_metrics_of_steps_outlive_the_reports_that_name_them() -> None:
+    gathered = Gathered(WORKERS, 3, 0.0)
+    for step in (10, 20):
+        found = StepMetrics(Step(step), {"loss": 1.0 / step})
+        gathered.receive(WorkerReport(RestartRound(0), Worker(0), step_metrics=(found,)), 1.0)
+    gathered.receive(WorkerReport(RestartRound(0), Worker(1)), 2.0)
+    assert gathered.metrics(Step(10)) == {"loss": 0.1}
+    assert gathered.metrics(Step(20)) == {"loss": 0.05}
+    assert gathered.metrics(Step(30)) == {}

@@ -21,6 +21,7 @@ from holdfast_core.api.base import (
     strict,
 )
 from holdfast_core.api.checkpoint import (
+    MAX_CHECKPOINT_METRICS,
     Checkpoint,
     CheckpointCondition,
     CheckpointPhase,
@@ -99,6 +100,7 @@ __all__ = [
     "CATEGORY",
     "GANGS",
     "GROUP",
+    "MAX_CHECKPOINT_METRICS",
     "MAX_LINEAGE",
     "MAX_MISSING",
     "MAX_NODE_FAILURES",

@@ -37,6 +37,8 @@ MAX_STRAGGLERS = 16
 MAX_METRICS = 64
 """Largest number of metrics of one rank."""
 MAX_METRIC_NAME = 128
+MAX_VALUED_STEPS = 8
+"""Largest number of steps of which a report has the metrics. Uploads are at most three steps behind."""
 
 MAX_REPORTED = 2048
 """Largest number of shards that the report of a worker lists. At most a kilobyte each, they fit into it."""

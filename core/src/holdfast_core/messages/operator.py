@@ -6,7 +6,7 @@ message, 503 after an error of the receiver, and 409 for every other refusal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from blake3 import blake3
@@ -37,6 +37,7 @@ from holdfast_core.messages.codec import (
     PerRank,
     PerWorker,
     Reason,
+    Reported,
     Seconds,
     Text,
     dumps,
@@ -283,6 +284,9 @@ class CoordinatorState(Clipped):
     last_replicated: RestorePoint | None = None
     last_persisted: RestorePoint | None = None
     last_persisted_bytes: Natural = 0
+    last_persisted_metrics: Reported = field(default_factory=dict)
+    """What the script of rank 0 had reported when it saved `last_persisted`. Empty if another round saved
+    it."""
     newest_is_stored: bool | None = None
     """Whether the object store has `last_persisted`, by the newest comparison that succeeded. None: this
     coordinator has not compared them yet."""

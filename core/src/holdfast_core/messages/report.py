@@ -27,6 +27,7 @@ from holdfast_core.ids import (
 from holdfast_core.messages.codec import (
     MAX_LISTED,
     MAX_REPORTED,
+    MAX_VALUED_STEPS,
     Clipped,
     ClippedText,
     ExitCode,
@@ -34,6 +35,7 @@ from holdfast_core.messages.codec import (
     Natural,
     PerRank,
     PerWorker,
+    Reported,
     Seconds,
     ShortText,
     Sparse,
@@ -81,6 +83,14 @@ class RankSaves(Sparse):
     """Those of them that wait in slots. Only the coordinator's choice, or a seal, has them written."""
     writes: bool = False
     """Whether a slot of the rank is being written now."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What the script of rank 0 had reported when it saved a step."""
+
+    step: Step
+    values: Reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +198,9 @@ class WorkerReport(Clipped, Sparse):
     has sent to an earlier process is lost, and it sends everything again."""
     interval: Interval | None = None
     """The interval between saves as rank 0 has reported it, if it is given as a time and rank 0 is here."""
+    step_metrics: Annotated[tuple[StepMetrics, ...], Meta(max_length=MAX_VALUED_STEPS)] = ()
+    """The newest saves of rank 0 for which its script had reported metrics, if rank 0 is here. Older ones are
+    known only to a coordinator that has received them before."""
     stacks_token: Text = ""
     """`Ok.stacks_token` that `stacks` is the reply to. "": there was none in this round."""
     stacks: Annotated[tuple[RankStack, ...], PerRank] = ()

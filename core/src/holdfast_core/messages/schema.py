@@ -98,5 +98,6 @@ from holdfast_core.messages.report import (
     RankSaves,
     RefusedShard,
     ReportedShard,
+    StepMetrics,
     WorkerReport,
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from holdfast_core.api import (
+    MAX_CHECKPOINT_METRICS,
     Checkpoint,
     CheckpointCondition,
     CheckpointPhase,
@@ -210,9 +211,17 @@ def _with_commit(
         job_uid=job.uid,
         job_namespace=job.namespace,
         committed_at=world.now.utc,
+        metrics=_metrics(world) if is_newest else {},
     )
     committed = CheckpointPhase.COMMITTED
     return with_phase(status, committed, world.now, pinned=pinned, persisted=persisted)
+
+
+def _metrics(world: World) -> dict[str, float]:
+    """Return the metrics of the newest commit that its object records: first the one that retention uses."""
+    best, found = world.spec.checkpoint.retention.keep_best, world.state.last_persisted_metrics
+    names = sorted(found, key=lambda name: (best is None or name != best.metric, name))
+    return {name: found[name] for name in names[:MAX_CHECKPOINT_METRICS]}
 
 
 def _moved(

@@ -253,6 +253,7 @@ class Coordinator:
             last_replicated=_point(self._ledger.newest(Level.REPLICATED)),
             last_persisted=self._uploads.last,
             last_persisted_bytes=self._uploads.last_bytes,
+            last_persisted_metrics=self._metrics_of(self._uploads.last),
             newest_is_stored=self._uploads.is_stored,
             dead=gathered.dead,
             progress=gathered.progress,
@@ -268,6 +269,11 @@ class Coordinator:
             stragglers=self._stragglers.found,
             restored_from=gathered.restored_from,
         )
+
+    def _metrics_of(self, point: RestorePoint | None) -> dict[str, float]:
+        found = None if point is None else point.own_checkpoint
+        of_round = found is not None and found.round == self._parts.message.round
+        return dict(self._gathered.metrics(found.step)) if found is not None and of_round else {}
 
     def _all_failures(self) -> tuple[Failure, ...]:
         """Return all failures in the order in which they are reported.

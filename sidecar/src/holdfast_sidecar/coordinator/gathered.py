@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from holdfast_core.ids import Rank, Step, Worker
@@ -22,6 +22,8 @@ from holdfast_core.messages.schema import (
 from holdfast_sidecar.base.telemetry import FULL
 
 _MAX_FAILURES = 64
+_VALUED_STEPS = 1024
+"""Steps of which the metrics are kept. An upload of hours may end so many saves later."""
 
 
 def common_round(accepted: Sequence[AcceptedRound | None]) -> AcceptedRound | None:
@@ -53,6 +55,8 @@ class Gathered:
         """The workers that have sent all of their shards."""
         self.barrier_at: float | None = None
         self.first_step_at: float | None = None
+        self._metrics: dict[Step, Mapping[str, float]] = {}
+        """What rank 0 had reported when it saved a step, of the newest steps."""
         self._open = set[Worker]()
         self._done = set[Worker]()
         self._idle = set[Worker]()
@@ -89,6 +93,10 @@ class Gathered:
             (self._waiting, bool(report.waiting)),
         ):
             (workers.add if holds else workers.discard)(worker)
+        for saved in report.step_metrics:
+            self._metrics[saved.step] = saved.values
+        while len(self._metrics) > _VALUED_STEPS:
+            del self._metrics[min(self._metrics)]
         self._received_at[worker] = now
         if before is None or before.progress != report.progress:
             old = () if before is None else before.progress
@@ -101,6 +109,10 @@ class Gathered:
         if self.first_step_at is None and self.running:
             self.first_step_at = now
         return before is None or before.urgent != report.urgent
+
+    def metrics(self, step: Step) -> Mapping[str, float]:
+        """Return what rank 0 had reported when it saved a step of this round."""
+        return self._metrics.get(step, {})
 
     def saves(self, worker: Worker | None = None) -> dict[Rank, RankSaves]:
         """Return the saves of all ranks, or of the ranks of one worker only."""

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Level, Rank, RestartRound, Step, TierName, Worker, worker_of
+from holdfast_core.messages.codec import MAX_VALUED_STEPS
 from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
     OVERTAKEN,
@@ -34,6 +35,7 @@ from holdfast_core.messages.schema import (
     SaveFailed,
     SaveRequested,
     Stacks,
+    StepMetrics,
     TakeStacks,
     WorkerReport,
 )
@@ -50,6 +52,8 @@ from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
 from holdfast_sidecar.wire.verbs import STOP
 
 KILLED = -9
+_VALUED_STEPS = 64
+"""Steps of which the metrics are kept. A copy from a GPU ends before so many later steps."""
 
 
 class LocalGang:
@@ -64,6 +68,10 @@ class LocalGang:
         self.progress: dict[Rank, RankProgress] = {}
         self.metrics: dict[Rank, dict[str, float]] = {}
         """What each rank's script has reported with its newest step."""
+        self._values: dict[Step, dict[str, float]] = {}
+        """What rank 0 has reported with its newest steps, the newest step last."""
+        self._saved_values: dict[Step, dict[str, float]] = {}
+        """What rank 0 had reported when it saved its newest steps."""
         self.dead: dict[Rank, DeadRank] = {}
         self.returned: set[Rank] = set()
         """Ranks that have exited with code 0."""
@@ -85,6 +93,7 @@ class LocalGang:
     def reset(self) -> None:
         self.progress = {}
         self.metrics = {}
+        self._values, self._saved_values = {}, {}
         self.dead = {}
         self.returned = set()
         self.done = False
@@ -136,10 +145,28 @@ class LocalGang:
             now = replace(now, step=before.step)
         else:
             self.metrics[message.rank] = message.metrics
+            if message.rank == 0:
+                self._values[message.step] = message.metrics
+                _shorten(self._values, _VALUED_STEPS)
             if message.interval is not None:
                 self.intervals[message.rank] = message.interval
         self.progress[message.rank] = now
         self.saves_skipped += message.saves_skipped
+
+    def saved(self, rank: Rank, step: Step) -> None:
+        """Record that a rank has handed a step over.
+
+        A step on a GPU may be handed over after later ones were finished.
+        """
+        before = [s for s in self._values if s <= step]
+        if rank == 0 and before and self._values[max(before)]:
+            self._saved_values[step] = self._values[max(before)]
+            _shorten(self._saved_values, MAX_VALUED_STEPS)
+
+    @property
+    def step_metrics(self) -> tuple[StepMetrics, ...]:
+        """What rank 0 had reported when it saved its newest steps."""
+        return tuple(StepMetrics(s, values) for s, values in sorted(self._saved_values.items()))
 
     def exited(self, message: Exited) -> None:
         """Record the end of a rank."""
@@ -270,6 +297,11 @@ def _remember(kept: dict[Step, T], step: Step, message: T) -> None:
         del kept[min(kept)]
 
 
+def _shorten(by_step: dict[Step, dict[str, float]], longest: int) -> None:
+    while len(by_step) > longest:
+        del by_step[min(by_step)]
+
+
 _REPORTS_PER_SECOND = 1000
 """Reports without an urgent change that a coordinator receives in a second, at most."""
 
@@ -310,6 +342,7 @@ def compose(state: RoundState, sources: Sources) -> WorkerReport:
         leaves=gang.leaves,
         saves_skipped=gang.saves_skipped,
         saves=tuple(_saves(state, sources)),
+        step_metrics=gang.step_metrics,
         stacks_token=gang.stacks_token,
         stacks=gang.stacks,
         shards=sources.flow.table,

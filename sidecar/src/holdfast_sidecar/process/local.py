@@ -97,6 +97,7 @@ class Local:
                 # The rank trains on meanwhile. A refusal would lose its last save after a restart.
                 await self._components.current.unsealed(message.round)
                 await self._components.saves.stager.stage(self._components.current, message)
+                self._components.gang.saved(message.rank, message.step)
                 return Fulfilled()
             case Restore():
                 return await self._filler.restore(self.state, message)
