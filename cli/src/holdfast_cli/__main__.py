@@ -1,4 +1,4 @@
-"""`kubectl holdfast`: show jobs and their checkpoints, and request saves."""
+"""`kubectl holdfast`: show jobs and their checkpoints, request saves, and prune the object store."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import secrets
 import sys
+import textwrap
 import time
 from dataclasses import asdict
 from typing import Any
@@ -15,11 +16,23 @@ from rich.live import Live
 
 from holdfast_cli.cluster import VERSION, ClusterClient, ClusterError
 from holdfast_cli.gangs import KINDS, MemberPod
+from holdfast_cli.pruning import (
+    parse_gang,
+    plan_pruning,
+    pruning_document,
+    pruning_view,
+    why_not,
+    with_data,
+)
 from holdfast_cli.views import Screen, checkpoints_view, gangs_view, status_view
+from holdfast_core.api import Checkpoint
+from holdfast_core.clock import SystemClock
 from holdfast_core.names import GROUP
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the names of pods
-_DESCRIPTION = "Show training jobs and their checkpoints, and request saves."
+_DESCRIPTION = (
+    "Show training jobs and their checkpoints, request saves, and prune the object store."
+)
 _EXIT_CODES = (
     "Exit codes: 0 success; 1 the cluster cannot be reached, it refused the request, or the save failed "
     "(the message says why); 2 wrong usage; 130 interrupted."
@@ -83,7 +96,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     save.add_argument("--wait", action="store_true", help="wait until it is committed")
     save.set_defaults(run=_save)
-    for verb in (status, checkpoints, save):
+
+    prune = verbs.add_parser(
+        "prune",
+        help="delete the checkpoints in the object store that the retention of a job does not keep",
+        description="Show which checkpoints in the object store the retention of a job does not keep, with "
+        "their sizes and the reasons, and delete them after a question.",
+    )
+    prune.add_argument("job", help="a TrainingJob or a CheckpointAdoption")
+    prune.add_argument("--dry-run", action="store_true", help="show the plan and delete nothing")
+    prune.add_argument("--yes", action="store_true", help="delete without a question")
+    prune.add_argument(
+        "--keep-last",
+        type=_at_least_two,
+        default=None,
+        metavar="N",
+        help="keep N newest checkpoints in place of retention.keepLast, at least 2",
+    )
+    _add_output(prune)
+    prune.set_defaults(run=_prune)
+    for verb in (status, checkpoints, save, prune):
         _add_place(verb, argparse.SUPPRESS)
     for verb in (status, checkpoints):
         verb.add_argument(
@@ -209,6 +241,53 @@ def _save(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
             why = next((c["message"] for c in status["conditions"] if c["type"] == "Committed"), "")
             raise ClusterError(f"checkpoint {name} expired: {why}")
         time.sleep(0.5)
+
+
+def _at_least_two(text: str) -> int:
+    number = int(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(
+            f"{number} is less than 2: if the newest checkpoint cannot be read, an older one is needed"
+        )
+    return number
+
+
+def _prune(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
+    gang = parse_gang(cluster.gang(arguments.job))
+    checkpoints = [Checkpoint.from_dict(c) for c in cluster.items("checkpoints")]
+    gangs = [parse_gang(raw) for raw in _gangs(cluster)]
+    now = SystemClock().utc_now()
+    pruning = plan_pruning(gang, checkpoints, gangs, now, keep_last=arguments.keep_last)
+    if arguments.output == "json":
+        print(json.dumps(pruning_document(pruning), indent=1))
+    else:
+        if pruning.prune:
+            Console(width=80).print(pruning_view(pruning))
+        print(textwrap.fill(pruning.summary, 80))
+    obstacle = why_not(gang)
+    if arguments.dry_run or not pruning.prune:
+        if obstacle is not None and pruning.prune:
+            print(textwrap.fill(f"note: {obstacle}", 80), file=sys.stderr)
+        return
+    if obstacle is not None:
+        raise ClusterError(f"nothing was deleted: {obstacle}")
+    if not arguments.yes and not _agreed(len(pruning.prune)):
+        raise ClusterError("nothing was deleted")
+    for pruned in pruning.prune:
+        item = pruned.checkpoint
+        cluster.delete_with("checkpoints", item.name, item.uid, with_data(item))
+    print("the operator deletes them now; their objects go when the data is gone")
+
+
+def _agreed(number: int) -> bool:
+    if not sys.stdin.isatty():
+        raise ClusterError(
+            "nothing was deleted: there is no terminal to ask on. Add --yes to delete what the plan names, "
+            "or --dry-run to see the plan only"
+        )
+    print(f"delete the data of {number} checkpoints? It cannot be undone. [y/N] ", end="")
+    sys.stdout.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 if __name__ == "__main__":

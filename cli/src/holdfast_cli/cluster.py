@@ -141,6 +141,24 @@ class ClusterClient:
         call = client.CustomObjectsApi(self.api).create_namespaced_custom_object
         return dict(self._request(f"{plural}/{body['metadata']['name']}", call, plural, body))
 
+    def delete_with(self, plural: str, name: str, uid: str, patch: dict[str, Any]) -> None:
+        """Patch an object, then delete it if it still is the object of this uid."""
+        custom = client.CustomObjectsApi(self.api)
+        what = f"{plural}/{name}"
+
+        def merge(*arguments: Any, **options: Any) -> Any:
+            content = "application/merge-patch+json"
+            return custom.patch_namespaced_custom_object(
+                *arguments, _content_type=content, **options
+            )
+
+        def delete(*arguments: Any, **options: Any) -> Any:
+            body = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=uid))
+            return custom.delete_namespaced_custom_object(*arguments, body=body, **options)
+
+        self._request(what, merge, plural, name, patch)
+        self._request(what, delete, plural, name)
+
     def _request(
         self,
         what: str,
@@ -209,6 +227,8 @@ class ClusterClient:
                 )
             case 404:
                 return self._not_found(what)
+            case 409 if message is not None and "modified" in message:
+                return f"{what} has changed meanwhile: repeat the command"
             case 409:
                 return (
                     f"{what} exists already in namespace {self.namespace}: choose another name with "

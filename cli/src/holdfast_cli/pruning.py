@@ -1,0 +1,148 @@
+"""`kubectl holdfast prune`: the plan of the retention for the object store of one job, and its deed.
+
+The command plans with the operator's own function. It deletes no data itself: it sets deletionPolicy
+DeleteData and the finalizer of a Checkpoint, and deletes the object. The operator then has the data deleted.
+It keeps the data of a checkpoint that something needs meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from rich.table import Table
+
+from holdfast_core.api import (
+    GANGS,
+    Checkpoint,
+    DeletionPolicy,
+    Gang,
+    changed,
+    size_text,
+)
+from holdfast_core.ids import JobUid
+from holdfast_core.retention import EXPLAINED, RetentionReason
+from holdfast_core.store_retention import is_stored, needs_source, plan_store
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A Checkpoint object that is to be deleted with its data."""
+
+    checkpoint: Checkpoint
+    reason: RetentionReason
+
+
+@dataclass(frozen=True, slots=True)
+class Pruning:
+    """What a prune of a job deletes and keeps."""
+
+    prune: tuple[Pruned, ...]
+    """The newest step first."""
+    kept: Mapping[RetentionReason, int]
+    """Number of the checkpoints that stay, by the reason."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.checkpoint.status.bytes or 0 for p in self.prune)
+
+    @property
+    def summary(self) -> str:
+        """Return one sentence about the whole plan."""
+        kept = ", ".join(f"{number} {EXPLAINED[reason]}" for reason, number in self.kept.items())
+        number = len(self.prune)
+        return (
+            f"prune {number} checkpoint{'' if number == 1 else 's'} ({size_text(self.bytes)}), "
+            f"keep {sum(self.kept.values())}{f': {kept}' if kept else ''}"
+        )
+
+
+def parse_gang(raw: Mapping[str, Any]) -> Gang:
+    kind = next(kind for kind in GANGS if raw["kind"] == kind.KIND)
+    return kind.from_dict(raw)
+
+
+def plan_pruning(
+    gang: Gang,
+    checkpoints: Sequence[Checkpoint],
+    gangs: Sequence[Gang],
+    now: datetime,
+    *,
+    keep_last: int | None = None,
+) -> Pruning:
+    """Return what the retention of a job prunes from the object store.
+
+    Args:
+        checkpoints: The Checkpoints of the namespace, of any job.
+        gangs: All gangs of the namespace. Some may start from a checkpoint of the job.
+        keep_last: Number of newest checkpoints, in place of the job's.
+    """
+    if keep_last is not None:
+        spec = gang.spec
+        retention = changed(spec.checkpoint.retention, keep_last=keep_last)
+        policy = changed(spec.checkpoint, retention=retention)
+        gang = gang.model_copy(update={"spec": changed(spec, checkpoint=policy)})
+    uid = JobUid(gang.metadata.uid)
+    own = [c for c in checkpoints if c.job == gang.name and c.status.job_uid == uid]
+    cloned = {g.spec.source_checkpoint or "" for g in gangs if needs_source(g) and g.uid != uid}
+    plan = plan_store(gang, own, cloned, now)
+    reasons = {verdict.checkpoint: verdict.reason for verdict in plan.prune}
+    doomed = [Pruned(c, reasons[c.id]) for c in own if is_stored(c) and c.id in reasons]
+    doomed.sort(key=lambda p: p.checkpoint.spec.step or 0, reverse=True)
+    return Pruning(tuple(doomed), Counter(verdict.reason for verdict in plan.keep))
+
+
+def pruning_view(pruning: Pruning) -> Table:
+    """Return the table of what is pruned. It fits into 80 columns; long names are folded."""
+    table = Table(box=None, padding=(0, 2, 0, 0), width=80)
+    table.add_column("CHECKPOINT", overflow="fold", ratio=1)
+    table.add_column("SIZE", no_wrap=True, justify="right")
+    table.add_column("REASON", no_wrap=True)
+    for pruned in pruning.prune:
+        status = pruned.checkpoint.status
+        table.add_row(pruned.checkpoint.name, size_text(status.bytes), EXPLAINED[pruned.reason])
+    return table
+
+
+def pruning_document(pruning: Pruning) -> dict[str, Any]:
+    """Return the plan as JSON: names, bytes and reasons as the API spells them."""
+    return {
+        "prune": [
+            {
+                "checkpoint": p.checkpoint.name,
+                "bytes": p.checkpoint.status.bytes,
+                "reason": p.reason.value,
+            }
+            for p in pruning.prune
+        ],
+        "bytes": pruning.bytes,
+        "kept": {reason.value: number for reason, number in pruning.kept.items()},
+    }
+
+
+def why_not(gang: Gang) -> str | None:
+    """Return why no data of the job can be deleted now, or None."""
+    phase = gang.status.phase
+    if phase == "Running":
+        return None
+    return (
+        f"{gang.name} is {phase or 'not started'}: only the sidecars of a job that trains can delete its "
+        "data in the object store"
+    )
+
+
+def with_data(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the patch after which a deletion of the object deletes the data as well."""
+    finalizers = [*checkpoint.metadata.finalizers]
+    if Checkpoint.FINALIZER not in finalizers:
+        finalizers.append(Checkpoint.FINALIZER)
+    return {
+        "metadata": {
+            "finalizers": finalizers,
+            "resourceVersion": checkpoint.metadata.resource_version,
+        },
+        "spec": {"deletionPolicy": DeletionPolicy.DELETE_DATA.value},
+    }
