@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 from tests.support.operator.builders import checkpoint, job, manifest_digest, status
 
-from holdfast_cli.__main__ import _prune
 from holdfast_cli.cluster import ClusterError
-from holdfast_cli.pruning import plan_pruning, pruning_document, pruning_view
+from holdfast_cli.pruning import plan_pruning, prune_store, pruning_document, pruning_view
 from holdfast_core.api import Checkpoint, Gang, PersistedStep, changed
 from holdfast_core.ids import RestartRound, Step
 
@@ -94,7 +93,7 @@ class Cluster:
 
 def run(cluster: Cluster, **given: Any) -> None:
     base = {"job": "job", "dry_run": False, "yes": False, "keep_last": None, "output": "table"}
-    _prune(cluster, argparse.Namespace(**{**base, **given}))  # type: ignore[arg-type]  # a played one
+    prune_store(cluster, argparse.Namespace(**{**base, **given}))  # type: ignore[arg-type]  # a played one
 
 
 def test_the_operator_deletes_the_data_of_what_is_pruned() -> None:

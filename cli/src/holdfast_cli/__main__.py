@@ -6,7 +6,6 @@ import argparse
 import json
 import secrets
 import sys
-import textwrap
 import time
 from dataclasses import asdict
 from typing import Any
@@ -16,17 +15,8 @@ from rich.live import Live
 
 from holdfast_cli.cluster import VERSION, ClusterClient, ClusterError
 from holdfast_cli.gangs import KINDS, MemberPod
-from holdfast_cli.pruning import (
-    parse_gang,
-    plan_pruning,
-    pruning_document,
-    pruning_view,
-    why_not,
-    with_data,
-)
+from holdfast_cli.pruning import prune_store
 from holdfast_cli.views import Screen, checkpoints_view, gangs_view, status_view
-from holdfast_core.api import Checkpoint
-from holdfast_core.clock import SystemClock
 from holdfast_core.names import GROUP
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the names of pods
@@ -114,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         help="keep N newest checkpoints in place of retention.keepLast, at least 2",
     )
     _add_output(prune)
-    prune.set_defaults(run=_prune)
+    prune.set_defaults(run=prune_store)
     for verb in (status, checkpoints, save, prune):
         _add_place(verb, argparse.SUPPRESS)
     for verb in (status, checkpoints):
@@ -250,44 +240,6 @@ def _at_least_two(text: str) -> int:
             f"{number} is less than 2: if the newest checkpoint cannot be read, an older one is needed"
         )
     return number
-
-
-def _prune(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
-    gang = parse_gang(cluster.gang(arguments.job))
-    checkpoints = [Checkpoint.from_dict(c) for c in cluster.items("checkpoints")]
-    gangs = [parse_gang(raw) for raw in _gangs(cluster)]
-    now = SystemClock().utc_now()
-    pruning = plan_pruning(gang, checkpoints, gangs, now, keep_last=arguments.keep_last)
-    if arguments.output == "json":
-        print(json.dumps(pruning_document(pruning), indent=1))
-    else:
-        if pruning.prune:
-            Console(width=80).print(pruning_view(pruning))
-        print(textwrap.fill(pruning.summary, 80))
-    obstacle = why_not(gang)
-    if arguments.dry_run or not pruning.prune:
-        if obstacle is not None and pruning.prune:
-            print(textwrap.fill(f"note: {obstacle}", 80), file=sys.stderr)
-        return
-    if obstacle is not None:
-        raise ClusterError(f"nothing was deleted: {obstacle}")
-    if not arguments.yes and not _agreed(len(pruning.prune)):
-        raise ClusterError("nothing was deleted")
-    for pruned in pruning.prune:
-        item = pruned.checkpoint
-        cluster.delete_with("checkpoints", item.name, item.uid, with_data(item))
-    print("the operator deletes them now; their objects go when the data is gone")
-
-
-def _agreed(number: int) -> bool:
-    if not sys.stdin.isatty():
-        raise ClusterError(
-            "nothing was deleted: there is no terminal to ask on. Add --yes to delete what the plan names, "
-            "or --dry-run to see the plan only"
-        )
-    print(f"delete the data of {number} checkpoints? It cannot be undone. [y/N] ", end="")
-    sys.stdout.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 if __name__ == "__main__":

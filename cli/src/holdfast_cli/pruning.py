@@ -7,14 +7,21 @@ It keeps the data of a checkpoint that something needs meanwhile.
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from holdfast_cli.cluster import ClusterClient, ClusterError
+from holdfast_cli.gangs import KINDS
 from holdfast_core.api import (
     GANGS,
     Checkpoint,
@@ -23,6 +30,7 @@ from holdfast_core.api import (
     changed,
     size_text,
 )
+from holdfast_core.clock import SystemClock
 from holdfast_core.ids import JobUid
 from holdfast_core.retention import EXPLAINED, RetentionReason
 from holdfast_core.store_retention import is_stored, needs_source, plan_store
@@ -146,3 +154,45 @@ def with_data(checkpoint: Checkpoint) -> dict[str, Any]:
         },
         "spec": {"deletionPolicy": DeletionPolicy.DELETE_DATA.value},
     }
+
+
+def prune_store(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
+    """Show the plan of a job, and delete what it names after a question."""
+    gang = parse_gang(cluster.gang(arguments.job))
+    checkpoints = [Checkpoint.from_dict(c) for c in cluster.items("checkpoints")]
+    gangs = [
+        parse_gang(raw)
+        for raw in (raw for plural in KINDS.values() for raw in cluster.items(plural))
+    ]
+    now = SystemClock().utc_now()
+    pruning = plan_pruning(gang, checkpoints, gangs, now, keep_last=arguments.keep_last)
+    if arguments.output == "json":
+        print(json.dumps(pruning_document(pruning), indent=1))
+    else:
+        if pruning.prune:
+            Console(width=80).print(pruning_view(pruning))
+        print(textwrap.fill(pruning.summary, 80))
+    obstacle = why_not(gang)
+    if arguments.dry_run or not pruning.prune:
+        if obstacle is not None and pruning.prune:
+            print(textwrap.fill(f"note: {obstacle}", 80), file=sys.stderr)
+        return
+    if obstacle is not None:
+        raise ClusterError(f"nothing was deleted: {obstacle}")
+    if not arguments.yes and not _agreed(len(pruning.prune)):
+        raise ClusterError("nothing was deleted")
+    for pruned in pruning.prune:
+        item = pruned.checkpoint
+        cluster.delete_with("checkpoints", item.name, item.uid, with_data(item))
+    print("the operator deletes them now; their objects go when the data is gone")
+
+
+def _agreed(number: int) -> bool:
+    if not sys.stdin.isatty():
+        raise ClusterError(
+            "nothing was deleted: there is no terminal to ask on. Add --yes to delete what the plan names, "
+            "or --dry-run to see the plan only"
+        )
+    print(f"delete the data of {number} checkpoints? It cannot be undone. [y/N] ", end="")
+    sys.stdout.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
