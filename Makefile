@@ -266,6 +266,10 @@ bench-interval: sync ## goodput of automatic and fixed intervals, replayed in vi
 bench-drill: sync ## a drill of a stored checkpoint against plain downloads, into benchmarks/results/drill.json
 	$(PY) -m benchmarks.drill
 
+.PHONY: bench-objects
+bench-objects: sync ## plan of the retention and memory for 10,000 Checkpoints of one job, into benchmarks/results/objects.json
+	$(PY) -m benchmarks.objects
+
 .PHONY: bench-integrations
 bench-integrations: prerequisites ## kills, identical bits and blocked time of each adapter into benchmarks/results/integrations.{json,md}
 	$(FRAMEWORKS) $(UV) sync --frozen --project tests/frameworks --quiet
