@@ -1,4 +1,4 @@
-"""A10: what many Checkpoint objects of one job cost: the plan of the retention, and memory for the objects.
+"""What many Checkpoint objects of one job cost: the plan of the retention, and memory for the objects.
 
 The plan is the operator's own function, with a policy that uses every rule. The memory is what parsed objects
 take in a fresh process, as the operator keeps them.
