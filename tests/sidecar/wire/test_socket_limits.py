@@ -15,9 +15,9 @@ import pytest
 from holdfast_core.ids import JobUid, Rank, RestartRound, Worker
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
+    Fulfilled,
     Hello,
     LocalRole,
-    Ok,
     Restore,
 )
 from holdfast_core.messages.socket_frames import read_frame, write_frame
@@ -34,14 +34,14 @@ class Local:
 
     state = RoundState(Worker(0), 2, NOW, "gpt-0-r0")
 
-    def hello(self, connection: LocalConnection) -> Ok:
-        return Ok(NOW)
+    def hello(self, connection: LocalConnection) -> Fulfilled:
+        return Fulfilled()
 
     def gone(self, connection: LocalConnection) -> None:
         return
 
     async def request(self, connection: LocalConnection, message: object) -> object:
-        return Ok(NOW)
+        return Fulfilled()
 
     def notify(self, connection: LocalConnection, message: object) -> None:
         return
@@ -84,7 +84,7 @@ async def is_served(path: Path) -> bool:
     writer.write(write_frame(Restore(NOW, Rank(0)), 2))
     frame = await read_frame(reader)
     writer.close()
-    return frame is not None and isinstance(frame.message, Ok)
+    return frame is not None and isinstance(frame.message, Fulfilled)
 
 
 @pytest.mark.fault("A process sends unfinished frames to the pod's socket before Hello")
