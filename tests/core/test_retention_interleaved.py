@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from tests.support.clock import ManualClock
 from tests.support.operator.builders import checkpoint as checkpoint_object
 from tests.support.operator.builders import job, manifest_digest, status
@@ -174,5 +182,7 @@ class Store(RuleBasedStateMachine):
         return set(self.clones.values())
 
 
-class TestStore(Store.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+@pytest.mark.fault("A checkpoint is pruned while another job chooses it to start from")
+def test_no_order_prunes_what_is_needed() -> None:
+    given = settings(max_examples=100, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(Store, settings=given)

@@ -134,16 +134,15 @@ def report(gang: LocalGang, step: int, **metrics: float) -> None:
 
 
 def values(gang: LocalGang) -> dict[int, dict[str, float]]:
-    return {found.step: found.values for found in gang.step_metrics}
+    return {found.step: found.values for found in gang.saved.newest}
 
 
 def test_a_save_has_the_metrics_of_its_own_step() -> None:
     gang = LocalGang(2)
-    gang.saved(Rank(0), Step(5))  # nothing was reported before it
+    gang.saved.staged(Step(5))  # nothing was reported before it
     for step in (10, 20, 30):
         report(gang, step, loss=1.0 / step)
-    gang.saved(Rank(0), Step(20))  # the copy from a GPU ended during step 30
-    gang.saved(Rank(1), Step(30))
+    gang.saved.staged(Step(20))  # the copy from a GPU ended during step 30
     assert values(gang) == {20: {"loss": 0.05}}
     new_round(gang)
     assert values(gang) == {}
@@ -153,5 +152,5 @@ def test_the_metrics_of_the_newest_saves_are_reported() -> None:
     gang = LocalGang(2)
     for step in range(100):
         report(gang, step, loss=float(step))
-        gang.saved(Rank(0), Step(step))
+        gang.saved.staged(Step(step))
     assert values(gang) == {step: {"loss": float(step)} for step in range(92, 100)}

@@ -56,6 +56,33 @@ _VALUED_STEPS = 64
 """Steps of which the metrics are kept. A copy from a GPU ends before so many later steps."""
 
 
+class SavedMetrics:
+    """What the script of rank 0 had reported when it saved each of its newest steps."""
+
+    def __init__(self) -> None:
+        self._reported: dict[Step, dict[str, float]] = {}
+        self._saved: dict[Step, dict[str, float]] = {}
+
+    def reported(self, step: Step, metrics: dict[str, float]) -> None:
+        """Record the metrics that rank 0 sent with a finished step."""
+        self._reported[step] = metrics
+        _shorten(self._reported, _VALUED_STEPS)
+
+    def staged(self, step: Step) -> None:
+        """Record that rank 0 has handed a step over.
+
+        A step on a GPU may be handed over after later ones were finished.
+        """
+        before = [s for s in self._reported if s <= step]
+        if before and self._reported[max(before)]:
+            self._saved[step] = self._reported[max(before)]
+            _shorten(self._saved, MAX_VALUED_STEPS)
+
+    @property
+    def newest(self) -> tuple[StepMetrics, ...]:
+        return tuple(StepMetrics(step, values) for step, values in sorted(self._saved.items()))
+
+
 class LocalGang:
     """Record of the pod's ranks. A seal resets all but `running_round` and `ends`."""
 
@@ -68,9 +95,7 @@ class LocalGang:
         self.progress: dict[Rank, RankProgress] = {}
         self.metrics: dict[Rank, dict[str, float]] = {}
         """What each rank's script has reported with its newest step."""
-        self._values: dict[Step, dict[str, float]] = {}
-        """What rank 0 has reported with its newest steps, the newest step last."""
-        self._saved_values: dict[Step, dict[str, float]] = {}
+        self.saved = SavedMetrics()
         """What rank 0 had reported when it saved its newest steps."""
         self.dead: dict[Rank, DeadRank] = {}
         self.returned: set[Rank] = set()
@@ -93,7 +118,7 @@ class LocalGang:
     def reset(self) -> None:
         self.progress = {}
         self.metrics = {}
-        self._values, self._saved_values = {}, {}
+        self.saved = SavedMetrics()
         self.dead = {}
         self.returned = set()
         self.done = False
@@ -146,27 +171,11 @@ class LocalGang:
         else:
             self.metrics[message.rank] = message.metrics
             if message.rank == 0:
-                self._values[message.step] = message.metrics
-                _shorten(self._values, _VALUED_STEPS)
+                self.saved.reported(message.step, message.metrics)
             if message.interval is not None:
                 self.intervals[message.rank] = message.interval
         self.progress[message.rank] = now
         self.saves_skipped += message.saves_skipped
-
-    def saved(self, rank: Rank, step: Step) -> None:
-        """Record that a rank has handed a step over.
-
-        A step on a GPU may be handed over after later ones were finished.
-        """
-        before = [s for s in self._values if s <= step]
-        if rank == 0 and before and self._values[max(before)]:
-            self._saved_values[step] = self._values[max(before)]
-            _shorten(self._saved_values, MAX_VALUED_STEPS)
-
-    @property
-    def step_metrics(self) -> tuple[StepMetrics, ...]:
-        """What rank 0 had reported when it saved its newest steps."""
-        return tuple(StepMetrics(s, values) for s, values in sorted(self._saved_values.items()))
 
     def exited(self, message: Exited) -> None:
         """Record the end of a rank."""
@@ -342,7 +351,7 @@ def compose(state: RoundState, sources: Sources) -> WorkerReport:
         leaves=gang.leaves,
         saves_skipped=gang.saves_skipped,
         saves=tuple(_saves(state, sources)),
-        step_metrics=gang.step_metrics,
+        step_metrics=gang.saved.newest,
         stacks_token=gang.stacks_token,
         stacks=gang.stacks,
         shards=sources.flow.table,

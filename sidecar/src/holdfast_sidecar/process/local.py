@@ -97,7 +97,8 @@ class Local:
                 # The rank trains on meanwhile. A refusal would lose its last save after a restart.
                 await self._components.current.unsealed(message.round)
                 await self._components.saves.stager.stage(self._components.current, message)
-                self._components.gang.saved(message.rank, message.step)
+                if message.rank == 0:
+                    self._components.gang.saved.staged(message.step)
                 return Fulfilled()
             case Restore():
                 return await self._filler.restore(self.state, message)
