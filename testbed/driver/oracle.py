@@ -54,6 +54,7 @@ def _status_history(history: Sequence[Object]) -> Iterable[str]:
     previous_round = -1
     previous_persisted: tuple[int, int] | None = None
     chosen: dict[int, object] = {}
+    committed = False
     for status in history:
         round_ = int(status.get("restartRound", 0))
         if round_ < previous_round:
@@ -72,11 +73,16 @@ def _status_history(history: Sequence[Object]) -> Iterable[str]:
             key = (point.get("step"), point.get("round"), point.get("manifest"))
             if round_ in chosen and chosen[round_] != key:
                 yield f"I3: round {round_} has two restore points: {chosen[round_]} and {key}"
+            reasons = {c["reason"] for c in status.get("conditions", [])}
+            begun = round_ not in chosen and "step" not in point
+            if begun and committed and "StartedOver" not in reasons:
+                yield f"I4: round {round_} starts from nothing, and no start over is announced"
             chosen[round_] = key
             step = int(point.get("step") or 0)
             floor = int(persisted.get("step", 0)) if int(persisted.get("round", 0)) < round_ else 0
             if step < floor:
                 yield f"I4: round {round_} restored step {step} although {floor} was persisted"
+        committed = "lastCommittedStep" in status
 
 
 def _commits(checkpoints: Sequence[Object]) -> Iterable[str]:

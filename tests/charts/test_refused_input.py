@@ -262,6 +262,18 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         job_object(failurePolicy={"releasedSteps": [-1]}),
         ["releasedSteps contains a number below 0: write the step of an entry"],
     ),
+    "start over after days": (
+        job_object(failurePolicy={"startOver": {"atMost": "7d"}}),
+        ['failurePolicy.startOver.atMost is "7d"', "write for example 30m, or 0s"],
+    ),
+    "start over after less than nothing": (
+        job_object(failurePolicy={"startOver": {"atMost": "-5m"}}),
+        ['failurePolicy.startOver.atMost is "-5m"'],
+    ),
+    "a confirmed round below zero": (
+        job_object(failurePolicy={"startOver": {"confirmedRound": -1}}),
+        ["startOver.confirmedRound must be at least 0, got -1: write the round of the newest"],
+    ),
     "avoid a node after no failure": (
         job_object(failurePolicy={"avoidNodes": {"failures": 0}}),
         ["failurePolicy.avoidNodes.failures must be 1 to 20, got 0: 1 avoids a node after"],
@@ -477,6 +489,10 @@ def test_bad_input_is_refused(cluster: ControlPlane, case: str) -> None:
 
 ACCEPTED: dict[str, dict[str, Any]] = {
     "smallest job": job_object(),
+    "start over never": job_object(failurePolicy={"startOver": {"atMost": "0s"}}),
+    "start over after hours": job_object(
+        failurePolicy={"startOver": {"atMost": "1h30m", "confirmedRound": 0}}
+    ),
     "one worker without peers": job_object(workers=1),
     "one worker, no copies": job_object(workers=1, checkpoint={"peer": {"copies": 0}}),
     "longest name": job_object(name="a" * 40),

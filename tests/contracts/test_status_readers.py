@@ -22,7 +22,7 @@ COLUMN = "column"
 """The reader is a column of `kubectl get`."""
 VIEWS = "views.py"
 """The reader is `kubectl holdfast status`."""
-MOST_FIELDS = 80
+MOST_FIELDS = 81
 
 READERS = {
     "phase": COLUMN,
@@ -80,6 +80,8 @@ READERS = {
     "goodput.checkpointSeconds": "decide/report/status.py",
     "goodput.recoverySeconds": "decide/report/status.py",
     "goodput.lostWorkSeconds": "decide/report/status.py",
+    "trainedSeconds": "decide/facts/start_over.py",
+    "chosenAt": "decide/facts/start_over.py",
     "expectedMtbfSeconds": "decide/gang.py",
     "stragglers": VIEWS,
     "scheduling": "decide/facts/scheduling.py",

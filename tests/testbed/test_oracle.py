@@ -72,6 +72,10 @@ BROKEN = {
         evidence([status(1, (20, 0), restored=10)]),
         "I4",
     ),
+    "a start from nothing after a commit": (
+        evidence([{**status(0), "lastCommittedStep": 10}, {**status(1), "restorePoint": {}}]),
+        "I4",
+    ),
     "a round that goes back": (evidence([status(2), status(1)]), "I5"),
     "a commit by an older round": (evidence([status(2, (40, 2)), status(2, (50, 1))]), "I5"),
     "a multipart upload left behind": (evidence(uploads=["shards/x"]), "I7"),

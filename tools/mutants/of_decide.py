@@ -9,6 +9,7 @@ _STORE_RETENTION = "core/src/holdfast_core/store_retention.py"
 _TESTS = "tests/operator/decide/"
 _READABLE = (f"{_TESTS}facts/test_readable.py",)
 _POINT = (f"{_TESTS}test_restore_point.py",)
+_START_OVER = (f"{_TESTS}test_start_over.py",)
 
 OF_DECIDE = (
     Mutant(
@@ -151,17 +152,41 @@ OF_DECIDE = (
         kind=Kind.MISSING_CHECK,
         file=f"{_DECIDE}restore_point.py",
         original=(
-            "    committed = readable.recorded_commit(world)\n"
-            "    if committed is not None:\n"
-            "        text = ("
+            "    committed = readable.recorded_commit(world)\n    if committed is not None:\n"
         ),
         replacement=(
             "    committed = readable.recorded_commit(world)\n"
-            "    if committed == -1:\n"
-            "        text = ("
+            "    if committed is not None and committed < 0:\n"
         ),
         loses="A job whose shards cannot be read now starts from step 0 without a question.",
-        tests=_POINT,
+        tests=_START_OVER,
+    ),
+    Mutant(
+        name="decide/start-over-of-any-length",
+        kind=Kind.MISSING_CHECK,
+        file=f"{_DECIDE}facts/start_over.py",
+        original=" and limit > 0 and lost.seconds <= limit",
+        replacement=" and limit > 0",
+        loses="A job that trained for days starts over without a question.",
+        tests=_START_OVER,
+    ),
+    Mutant(
+        name="decide/start-over-is-confirmed-for-good",
+        kind=Kind.MISSING_CHECK,
+        file=f"{_DECIDE}facts/start_over.py",
+        original="bool(lineage) and lineage[-1].round == confirmed",
+        replacement="bool(lineage)",
+        loses="One command gives up all later histories of the job, too.",
+        tests=_START_OVER,
+    ),
+    Mutant(
+        name="decide/start-over-without-the-store",
+        kind=Kind.MISSING_CHECK,
+        file=f"{_DECIDE}restore_point.py",
+        original="    return not readable.store_is_listed(answered)",
+        replacement="    return False",
+        loses="A job whose store is down starts over, although the store has a checkpoint.",
+        tests=_START_OVER,
     ),
     Mutant(
         name="decide/implied-by-a-higher-base",

@@ -88,6 +88,8 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
             "lostWorkSeconds": 0.0,
         },
         "expectedMtbfSeconds": None,
+        "trainedSeconds": None,
+        "chosenAt": None,
         "scheduling": None,
         "resize": None,
         "stragglers": [],

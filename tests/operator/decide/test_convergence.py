@@ -59,6 +59,7 @@ KINDS = (
     "spares are wanted",
     "nodes are full",
     "nodes are free",
+    "a person starts it over",
 )
 QUEUE_KINDS = (
     "lose pod",
@@ -112,14 +113,21 @@ def build(
     with_store: bool,
     spares: int = 0,
     elastic_from: int | None = None,
+    at_most: str = "30m",
 ) -> FakeCluster:
-    """Return a cluster with one job. `elastic_from` is its elastic.min, or None if it is not elastic."""
+    """Return a cluster with one job.
+
+    Args:
+        elastic_from: Its elastic.min, or None if it is not elastic.
+        at_most: Its failurePolicy.startOver.atMost.
+    """
     checkpoint: dict[str, object] = {"interval": {"steps": 5}, "peer": {"copies": copies}}
     if with_store:
         checkpoint["object"] = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
     nodes = {f"node-{i}": FakeNode(f"node-{i}") for i in range(workers + 2)}
     job = raw_job(workers, checkpoint=checkpoint)
     job["spec"]["spares"] = spares
+    job["spec"]["failurePolicy"] = {"startOver": {"atMost": at_most}}
     if elastic_from is not None:
         job["spec"]["elastic"] = {
             "min": elastic_from,
@@ -180,6 +188,8 @@ class Simulation:
             case "some sidecars are silent":
                 workers = range(cluster.job["spec"]["workers"])
                 cluster.silent_workers = {w for w in workers if (fault.target + 1) >> w & 1}
+            case "a person starts it over":
+                self.start_over()
             case "spares are wanted":
                 cluster.change_spec(spares=fault.target % 3)
             case "silence ends":
@@ -271,6 +281,14 @@ class Simulation:
                 raw["status"]["phase"] = "Committed"
                 cluster.api.touch(raw)
 
+    def start_over(self) -> None:
+        """Confirm the newest round of the lineage, as `kubectl holdfast restart --from-start` does."""
+        spec, lineage = self.cluster.job["spec"], self.cluster.job["status"].get("lineage")
+        if lineage:
+            policy = spec["failurePolicy"]["startOver"]
+            confirmed = {**policy, "confirmedRound": lineage[-1]["round"]}
+            self.cluster.change_spec(failurePolicy={"startOver": confirmed})
+
     def suspend(self, value: bool) -> None:
         if self.cluster.job["spec"].get("suspend", False) != value:
             self.cluster.change_spec(suspend=value)
@@ -313,13 +331,17 @@ class Simulation:
         )
 
     def waits_rightly(self, copies: int) -> bool:
-        """Return whether the job waits for a restore point. This is allowed only if no committed step is
-        readable."""
-        status = TrainingJob.from_dict(self.cluster.job).status
+        """Return whether the job waits for a person to start it over. This is allowed only if no committed
+        step is readable, and to start over loses more than the job permits."""
+        job = TrainingJob.from_dict(self.cluster.job)
+        status, policy = job.status, job.spec.failure_policy.start_over
         running = status.condition("Running")
-        if running is None or running.reason != "RestorePointUnavailable":
+        if running is None or running.reason != "CheckpointsLost":
             return False
-        assert status.last_committed_step is not None
+        assert status.is_true("CheckpointsLost")
+        assert status.last_committed_step is not None and status.trained_seconds is not None
+        limit = policy.limit.total_seconds()
+        assert limit == 0 or status.trained_seconds > limit or status.quarantined
         readable = frozenset(self.cluster.sidecars)
         bases = bases_of(self.cluster)
         newest = max(bases)
@@ -360,9 +382,15 @@ async def run_case(
         await simulation.advance(1)
         if simulation.settled():
             break
+    if simulation.waits_rightly(copies):
+        simulation.start_over()
+        for _ in range(SETTLE_SECONDS):
+            await simulation.advance(1)
+            if simulation.settled():
+                break
     assert broken_rules(cluster, copies) == []
     reason = simulation.operators[0].decisions[-1].reason
-    assert simulation.settled() or simulation.waits_rightly(copies), reason
+    assert simulation.settled(), reason
     assert cluster.forged_pods() == simulation.forged
     there = {raw["metadata"]["name"]: raw for raw in cluster.api.all("checkpoints")}
     for name, before in simulation.retained.items():
@@ -384,6 +412,7 @@ async def run_case(
     "Random faults meet jobs that are created again, forged pods and unreadable objects"
 )
 @pytest.mark.fault("Random faults meet suspensions, resumptions and quotas")
+@pytest.mark.fault("Random faults take all checkpoints of a job that may start over, or may not")
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     plan=faults,
@@ -393,6 +422,7 @@ async def run_case(
     spares=st.integers(0, 2),
     seed=st.integers(0, 1 << 16),
     rough=st.booleans(),
+    at_most=st.sampled_from(("30m", "30s", "0s")),
 )
 def test_converges_and_keeps_its_promises(
     plan: list[Fault],
@@ -402,11 +432,13 @@ def test_converges_and_keeps_its_promises(
     spares: int,
     seed: int,
     rough: bool,
+    at_most: str,
 ) -> None:
     copies = min(copies, workers - 1)
     chance = 0.15 if rough else 0.0
     trouble = Trouble(Random(seed), stale_read=chance, lost_reply=chance, conflict=chance)
-    asyncio.run(run_case(build(workers, copies, with_store, spares), trouble, plan, copies, 1))
+    cluster = build(workers, copies, with_store, spares, at_most=at_most)
+    asyncio.run(run_case(cluster, trouble, plan, copies, 1))
 
 
 @pytest.mark.fault("Random faults strike a job in a queue")

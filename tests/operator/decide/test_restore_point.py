@@ -98,7 +98,7 @@ def test_a_shard_with_another_digest_does_not_complete_a_step() -> None:
     seen = sidecar(A, 1, manifests=[manifest(20, 0)], shards=[held(20, 0, 0), wrong])
     choice = pick(changed(SURVIVOR_AND_NEW, last_committed_step=Step(20)), [A, NEW_B], [seen])
     assert isinstance(choice, Wait)
-    assert choice.note.reason == Reason.RESTORE_POINT_UNAVAILABLE
+    assert choice.note.reason == Reason.CHECKPOINTS_LOST
 
 
 def test_shards_without_a_manifest_are_nothing() -> None:
@@ -221,15 +221,6 @@ def test_the_persisted_commit_is_always_complete() -> None:
     choice = pick(state, [pod(0, 1), NEW_B], [])
     assert isinstance(choice, Chosen)
     assert choice.point.step == 10
-
-
-def test_committed_and_unreadable_waits_and_never_starts_over() -> None:
-    state = status(1, (1, 1), last_committed_step=Step(10))
-    choice = pick(state, [pod(0, 1), NEW_B], [], waited=1e6)
-    assert isinstance(choice, Wait)
-    assert choice.note.reason == Reason.RESTORE_POINT_UNAVAILABLE
-    assert "step 10 was committed" in choice.note.message
-    assert "delete this job and create it again" in choice.note.message
 
 
 STORED = ListedManifest(Step(20), RestartRound(0), manifest_digest(20, 0), 2)

@@ -63,6 +63,22 @@ def test_steps_of_older_rounds_above_the_restore_point_are_deleted(node: DiskNod
     assert left(node) == ({(5, 0), (7, 2)}, {(5, 0), (7, 2)})
 
 
+@pytest.mark.fault("A node with old shards comes back after the gang has started over")
+def test_steps_from_before_a_start_over_are_deleted_whatever_their_numbers(
+    node: DiskNodeTier,
+) -> None:
+    """They would count as kept checkpoints, and a prune of step 4 of round 0 takes that of round 1 along."""
+    for step, round_ in ((4, 0), (4, 1), (5, 1)):
+        put(node, step, round_)
+    held = replace(
+        message(None),
+        restore_point=RestorePoint(Step(5), RestartRound(1)),
+        lineage_from=RestartRound(1),
+    )
+    assert delete_off_lineage(node, JOB_UID, held) == 1
+    assert left(node) == ({(4, 1), (5, 1)}, {(4, 1), (5, 1)})
+
+
 @pytest.mark.fault("A node begins a round with a quarantined checkpoint off the lineage")
 def test_a_quarantined_checkpoint_off_the_lineage_stays(node: DiskNodeTier) -> None:
     for step, round_ in ((5, 0), (6, 0), (7, 1)):

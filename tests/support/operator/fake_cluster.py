@@ -91,12 +91,15 @@ class ChoiceMade:
     """Record of a round's second status write (CAS 2), which sets its restore point.
 
     `before` and `status` are the job's status before and after. `readable_members` names the members whose
-    disks existed then; a pod that only fails to answer the operator still has its disk.
+    disks existed then; a pod that only fails to answer the operator still has its disk. `stored` are its
+    checkpoints in the object store, and `start_over` is that part of its spec.
     """
 
     before: Mapping[str, Any]
     status: Mapping[str, Any]
     readable_members: frozenset[str]
+    stored: frozenset[CheckpointId]
+    start_over: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,16 @@ class FakeCluster:
         if written == before:
             return
         if "restorePoint" in written and "restorePoint" not in before:
-            self.choices.append(ChoiceMade(before, written, self._readable(written)))
+            policy = self.job["spec"].get("failurePolicy", {}).get("startOver", {})
+            self.choices.append(
+                ChoiceMade(
+                    before,
+                    written,
+                    self._readable(written),
+                    frozenset(self.store.checkpoints),
+                    dict(policy),
+                )
+            )
         self.statuses.append(written)
 
     def member_names(self, status: Mapping[str, Any]) -> list[str]:

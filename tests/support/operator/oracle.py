@@ -1,16 +1,20 @@
 """Rules that must hold in every run of a FakeCluster, stated without the code under test.
 
 I1 and I4: no restore point is older than what a level promised. I3: each round has one restore point. I5:
-rounds only increase. A restore point is a step that was committed or rolled forward, on the lineage.
+rounds only increase. A restore point is a step that was committed or rolled forward, on the lineage. A gang
+with a committed step starts over only if it is recorded, nothing complete is left anywhere, and the training
+is shorter than its limit or a person has confirmed it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from tests.support.operator.fake_cluster import FakeCluster, is_ancestor, point_of
+from tests.support.operator.fake_cluster import ChoiceMade, FakeCluster, is_ancestor, point_of
 from tests.support.operator.toy_gang import Promise
 
+from holdfast_core.api.rules import parse_duration
 from holdfast_core.ids import CheckpointId, Level
 
 
@@ -73,7 +77,7 @@ def _choices(cluster: FakeCluster, copies: int) -> list[str]:
         if round_ in bases:
             found.append(f"round {round_} chose twice")
         if point is None and "lastCommittedStep" in choice.before:
-            found.append(f"round {round_} starts from nothing although a step was committed")
+            found.extend(_start_over(choice, cluster, bases))
         if point is not None:
             if point not in cluster.gang.manifests_made:
                 found.append(f"round {round_} starts from {point}, which has no manifest")
@@ -93,6 +97,31 @@ def _choices(cluster: FakeCluster, copies: int) -> list[str]:
                     f"round {round_} starts from {point}, below {promise.id} ({promise.level})"
                 )
         bases[round_] = point
+    return found
+
+
+def _start_over(
+    choice: ChoiceMade, cluster: FakeCluster, bases: Mapping[int, CheckpointId | None]
+) -> list[str]:
+    """Return what is wrong with a round that starts from nothing although a step was committed."""
+    found: list[str] = []
+    round_, before = choice.status["restartRound"], max(bases)
+    running = next(c for c in choice.status["conditions"] if c["type"] == "Running")
+    if running["reason"] != "StartedOver" or "gives up" not in running["message"]:
+        found.append(f"round {round_} starts from nothing and says {running}")
+    found.extend(
+        f"round {round_} starts over although the store has {id_}"
+        for id_ in choice.stored
+        if is_ancestor(id_, before, bases)
+    )
+    policy = choice.start_over
+    limit = parse_duration(policy.get("atMost", "30m")).total_seconds()
+    newest = max(
+        (p.id.step for p in cluster.gang.promises if is_ancestor(p.id, before, bases)), default=0
+    )
+    # A step of the toy gang takes a second.
+    if newest > limit and policy.get("confirmedRound") != before:
+        found.append(f"round {round_} gives up step {newest}, and nobody has confirmed it")
     return found
 
 

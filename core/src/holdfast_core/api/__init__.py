@@ -65,6 +65,7 @@ from holdfast_core.api.failure_policy import (
     FailureRule,
     HangsSpec,
     PodConditionPattern,
+    StartOverSpec,
     StragglersSpec,
 )
 from holdfast_core.api.rules import parse_duration, parse_quantity_bytes, size_text
@@ -158,6 +159,7 @@ __all__ = [
     "S3Spec",
     "SchedulingStatus",
     "SparesStatus",
+    "StartOverSpec",
     "StoreCondition",
     "StoreFeatures",
     "StragglersSpec",

@@ -282,6 +282,43 @@ class StragglersSpec(ApiModel):
         return 0 if self.detection is Detection.OFF else self.steps or DEFAULT_STRAGGLER_STEPS
 
 
+class StartOverSpec(ApiModel):
+    """When a gang that has lost every checkpoint starts from restoreFrom or from step 0."""
+
+    at_most: Annotated[
+        str,
+        DURATION,
+        Field(
+            max_length=32,
+            description="Longest training, a duration such as 30m, that the operator gives up by itself when "
+            "every copy of the job's checkpoints is lost. 0s: never.",
+            json_schema_extra=cel_rules(
+                rule(
+                    r"self.matches('^([0-9]+(\\.[0-9]+)?(ms|s|m|h))+$')",
+                    message_expression=(
+                        '\'failurePolicy.startOver.atMost is "%s", expected a duration with units h, m, s or '
+                        "ms: write for example 30m, or 0s to start over never'.format([self])"
+                    ),
+                )
+            ),
+        ),
+    ] = "30m"
+    confirmed_round: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="Restart round up to which a person gives up what was trained: the newest round in "
+            "status.lineage. The gang then starts over if nothing can be restored, whatever it loses. "
+            "`kubectl holdfast restart JOB --from-start` sets it. It has no effect on later rounds.",
+            json_schema_extra=remedy("write the round of the newest entry of status.lineage"),
+        ),
+    ] = None
+
+    @property
+    def limit(self) -> timedelta:
+        return parse_duration(self.at_most)
+
+
 class FailurePolicySpec(ApiModel):
     """What failures lead to, and how often the gang may restart before the job fails."""
 
@@ -362,6 +399,11 @@ class FailurePolicySpec(ApiModel):
         StragglersSpec,
         Field(description="When a slow rank is shown as a straggler."),
     ] = StragglersSpec()
+
+    start_over: Annotated[
+        StartOverSpec,
+        Field(description="When a gang that has lost every checkpoint starts over."),
+    ] = StartOverSpec()
 
     @property
     def window_length(self) -> timedelta:

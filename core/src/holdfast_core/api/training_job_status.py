@@ -102,6 +102,9 @@ class JobCondition(StrEnum):
     PODS_KEPT = "PodsKept"
     """True while the pods of a job that has failed stay, because they have the only copy of its newest
     committed step; absent before that happens."""
+    CHECKPOINTS_LOST = "CheckpointsLost"
+    """True while the gang waits for a person, because every copy of its checkpoints is lost and to start over
+    would give up more training than failurePolicy.startOver.atMost; absent before that happens."""
     FAILURE_RULES_APPLY = "FailureRulesApply"
     """False while a rule of failurePolicy.rules can never match; absent before that happens."""
 
@@ -552,6 +555,20 @@ class TrainingJobStatus(WithConditions):
             description=f"The newest {MAX_RECOVERIES} recoveries, oldest first, phase by phase.",
         ),
     ] = ()
+    trained_seconds: Annotated[
+        Seconds | None,
+        Field(
+            ge=0,
+            description="Longest time for which the gang can have trained since it last began from "
+            "restoreFrom or from step 0, without this round. A start over loses this training.",
+        ),
+    ] = None
+    chosen_at: Annotated[
+        Timestamp | None,
+        Field(
+            description="When the restore point of this round was chosen (UTC). Absent: not chosen yet."
+        ),
+    ] = None
     goodput: Annotated[GoodputStatus | None, Field(description="How the job's time was spent.")] = (
         None
     )

@@ -53,6 +53,8 @@ from holdfast_core.messages.report import (
     DeadRank,
 )
 
+FIRST_ROUND = RestartRound(0)
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -89,6 +91,9 @@ class Round:
     last_persisted: RestorePoint | None = None
     fan_in: Annotated[int, Meta(ge=1, le=MAX_INT)] = 64
     """Number of consecutive workers that exchange messages with the coordinator through one relay."""
+    lineage_from: RestartRound = FIRST_ROUND
+    """The round in which the gang last began without an own checkpoint. Those of older rounds are off the
+    lineage, whatever their steps."""
 
     def content_digest(self) -> Digest:
         """Return a digest of the message without its version and `last_persisted`.

@@ -31,6 +31,12 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 600)
 _JOB = ("namespace", "job")
 
 
+def _is_started_over(status: TrainingJobStatus) -> bool:
+    """Return whether the newest choice of a restore point has started the gang over."""
+    running = status.condition(JobCondition.RUNNING)
+    return running is not None and running.reason == Reason.STARTED_OVER
+
+
 class Metrics:
     """All metrics of one operator process, in their own registry."""
 
@@ -87,6 +93,17 @@ class Metrics:
             "checkpoint has no series.",
             _JOB,
         )
+        self._lost = gauge(
+            "holdfast_job_checkpoints_lost",
+            "1 while condition CheckpointsLost of the job is true, else 0. A job that never waited for a "
+            "person to start it over has no series.",
+            _JOB,
+        )
+        self._start_overs = counter(
+            "holdfast_job_start_overs",
+            "Times that the job started over because every copy of its checkpoints was lost.",
+            _JOB,
+        )
         self._queued = gauge(
             "holdfast_job_queued",
             "1 while condition Queued of the job is true, else 0. A job that was in no queue has no series.",
@@ -95,6 +112,7 @@ class Metrics:
         self._conditions = {
             JobCondition.SIDECARS_UNREACHABLE: self._silent,
             JobCondition.CHECKPOINT_MISSING: self._missing,
+            JobCondition.CHECKPOINTS_LOST: self._lost,
             JobCondition.QUEUED: self._queued,
         }
         self._spares = gauge(
@@ -207,6 +225,9 @@ class Metrics:
         if promoted:
             self._promotions.labels(job.namespace, job.name).inc(promoted)
 
+        if _is_started_over(new) and not _is_started_over(old):
+            self._start_overs.labels(job.namespace, job.name).inc()
+
         for kind, gauge in self._conditions.items():
             known = new.condition(kind)
             if known is not None or kind is JobCondition.SIDECARS_UNREACHABLE:
@@ -233,6 +254,7 @@ class Metrics:
             self._timeouts,
             self._spares,
             self._promotions,
+            self._start_overs,
         ):
             with suppress(KeyError):
                 metric.remove(namespace, job)

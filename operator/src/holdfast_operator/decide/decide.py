@@ -46,7 +46,7 @@ from holdfast_operator.decide import (
     restore_point,
     writes,
 )
-from holdfast_operator.decide.facts import readable, scheduling, sizes, spec
+from holdfast_operator.decide.facts import readable, scheduling, sizes, spec, start_over
 from holdfast_operator.decide.facts.evidence import CANNOT_START
 from holdfast_operator.decide.facts.nodes import next_departure, waiting_note
 from holdfast_operator.decide.facts.spec import birth_problem
@@ -92,11 +92,13 @@ from holdfast_operator.model.actions import (
     normal,
     warning,
 )
-from holdfast_operator.model.job import Now, Observed, PodPhase, Seen
+from holdfast_operator.model.job import Done, Now, Observed, PodPhase, Seen
 from holdfast_operator.model.reasons import Reason
 
 ASKED_MEMBERS = 4
 """Members that are sent the manifest of an interrupted commit, or that list the object store."""
+LIST_SECONDS = 60.0
+"""Interval in which the store is listed while a gang whose checkpoints are lost waits for a person."""
 RUNNING_SECONDS = 5.0
 """Pause between passes while the gang trains."""
 
@@ -207,7 +209,7 @@ def choose(world: World) -> Decision:
     if isinstance(choice, restore_point.InterruptedCommit):
         actions.extend(_finishes(world, choice))
         return with_status_write(world, actions, choice.note, STARTING_SECONDS)
-    if isinstance(choice, restore_point.AskStore):
+    if isinstance(choice, restore_point.AskStore) or _store_is_due(world, choice.note):
         actions.extend(_store_lists(world))
     note = _refused(world) or _pod_trouble(world) or choice.note
     pause = again_after(world, world.memory.round_seen_at, STARTING_SECONDS)
@@ -230,8 +232,17 @@ def _finishes(world: World, choice: restore_point.InterruptedCommit) -> Iterator
         yield from member.call(CallPath.FINISH_COMMIT, message)
 
 
+def _store_is_due(world: World, note: Note) -> bool:
+    """Return whether the store is listed again while the gang waits: its objects may be restored."""
+    if note.reason != Reason.CHECKPOINTS_LOST:
+        return False
+    listed = world.memory.done.get(Done.STORE_LISTED, world.memory.round_seen_at)
+    return world.spec.store is not None and world.seconds_since(listed) >= LIST_SECONDS
+
+
 def _store_lists(world: World) -> Iterator[Action]:
     """Yield the requests to some members to list the object store. One of them suffices."""
+    world.remember_done(Done.STORE_LISTED)
     answered = [m for m in world.members if readable.has_answered(m, world)]
     for member in answered[:ASKED_MEMBERS]:
         yield from member.call(CallPath.SEAL, Seal(world.round, look_in_store=True))
@@ -247,20 +258,25 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
     point: RestorePointStatus = choice.point
     entry = LineageEntry(round=world.round, base=point.id, base_manifest=point.manifest)
     own = point.step if point.job_uid is None else None
-    lost = None if status.step is None else max(0, status.step - (own or 0))
+    lineage = status.lineage
+    if own is None and lineage:
+        # The steps of another job's checkpoint say nothing about those that this job saved before.
+        lineage = restore_point.extend_lineage(lineage, LineageEntry(round=world.round))
+    lost = None if status.step is None else max(0, status.step - (point.step or 0))
     record = status.last_recovery
     if record is not None and record.round == world.round:
         status = status.with_recovery(changed(record, lost_steps=lost, restored_step=point.step))
     replicated = status.last_replicated_step
+    status = start_over.with_chosen(status, world, point)
     return changed(
         status,
         restore_point=point,
-        lineage=restore_point.extend_lineage(status.lineage, entry),
+        lineage=restore_point.extend_lineage(lineage, entry),
         coordinator=gang.first_coordinator(world),
         step=point.step,
         last_committed_step=own,
         last_replicated_step=None if replicated is None or own is None else min(replicated, own),
-        goodput=_less_lost_work(status.goodput, lost, status.step),
+        goodput=_less_lost_work(status.goodput, lost, lost if own is None else status.step),
     )
 
 

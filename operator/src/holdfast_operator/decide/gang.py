@@ -58,6 +58,7 @@ from holdfast_operator.decide.facts.nodes import (
 from holdfast_operator.decide.facts.readable import with_released
 from holdfast_operator.decide.facts.sizes import elastic_of
 from holdfast_operator.decide.facts.spec import birth_problem, outdated_pods
+from holdfast_operator.decide.facts.start_over import first_round
 from holdfast_operator.decide.facts.world import MemberState, World, worker_pod
 from holdfast_operator.decide.report.conditions import factor as hang_factor
 from holdfast_operator.model import labels
@@ -468,6 +469,7 @@ def round_message(world: World) -> Round:
             RestorePoint(q.step, q.round) for q in with_released(status, world).quarantined
         ),
         last_persisted=None if last is None else RestorePoint(last.step, last.round, last.manifest),
+        lineage_from=first_round(status.lineage),
     )
 
 

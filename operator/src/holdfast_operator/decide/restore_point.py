@@ -19,8 +19,8 @@
    pod is lost, such a step is as complete as a committed one, except for its manifest (ADR 0018).
 7. If no candidate is complete, a sidecar lists the object store, which may have a checkpoint that the
    status does not name.
-8. If a step is known to have been committed and no candidate is complete, the job waits. It never starts
-   over without a checkpoint by itself.
+8. If a step is known to have been committed and no candidate is complete, the gang starts over if that
+   loses little, or a person has said so. Otherwise it waits for a person (start_over.py).
 9. A checkpoint that could not be read anywhere is chosen only if no other one is complete (readable.py).
    Sidecars then look for it until they find it.
 """
@@ -28,14 +28,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast_core.api import LineageEntry, RestorePointStatus, changed, on_lineage
 from holdfast_core.errors import FormatError
 from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.ids import CheckpointId, Step, ranks_of
 from holdfast_core.messages.schema import UncommittedShard
-from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts import readable, start_over
 from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.job import Done, Seen
 from holdfast_operator.model.reasons import Reason, first_of
@@ -133,12 +133,7 @@ def choose(world: World) -> Choice:
         return AskStore(Note(Reason.WAITING_FOR_STORE, text))
     committed = readable.recorded_commit(world)
     if committed is not None:
-        text = (
-            f"step {committed} was committed, but every copy of one of its shards is lost, and no other "
-            "checkpoint is complete. The operator deletes nothing and never starts a job over "
-            "by itself. To start over, delete this job and create it again"
-        )
-        return Wait(Note(Reason.RESTORE_POINT_UNAVAILABLE, text))
+        return _started_over(world, committed)
     apart = _quarantined_above(world, None)
     if apart and unknown:
         text = f"workers {first_of([m.worker for m in unknown])} have not answered yet: {_MAY_HAVE_OLDER}"
@@ -266,6 +261,30 @@ def _quarantined_above(world: World, step: Step | None) -> list[CheckpointId]:
         ),
         reverse=True,
     )
+
+
+def _started_over(world: World, committed: Step) -> Choice:
+    """Choose the start of a gang all of whose checkpoints are lost, or wait for a person.
+
+    A quarantined checkpoint may still be there. So only a person gives it up.
+    """
+    lost, apart = start_over.loss(world, committed), _quarantined_above(world, None)
+    why = f"step {committed} was committed, but every copy of one of its shards is lost"
+    if start_over.is_confirmed(world) or (not apart and start_over.is_small(world, lost)):
+        choice = _from_spec(world, None)
+        if not isinstance(choice, Chosen):
+            return choice
+        text = f"{choice.message} over again, and gives up {lost}: {why}"
+        return replace(choice, reason=Reason.STARTED_OVER, message=text)
+    limit = world.spec.failure_policy.start_over.at_most
+    text = (
+        f"{why}, and no other checkpoint is complete. To start over loses {lost}, and "
+        f"failurePolicy.startOver.atMost is {limit}. If you give them up: "
+        f"`kubectl holdfast restart {world.job.name} -n {world.job.namespace} --from-start`"
+    )
+    if apart:
+        text += f". Step {apart[0].step} is quarantined: failurePolicy.releasedSteps releases it"
+    return Wait(Note(Reason.CHECKPOINTS_LOST, text))
 
 
 def _from_spec(world: World, unfinished: Step | None) -> Choice:

@@ -42,6 +42,7 @@ from holdfast_operator.decide.facts.nodes import (
 from holdfast_operator.decide.facts.readable import with_missing_restore_point
 from holdfast_operator.decide.facts.sizes import with_missing_workers, with_resizing
 from holdfast_operator.decide.facts.spec import accepted, find_problem
+from holdfast_operator.decide.facts.start_over import with_trained
 from holdfast_operator.decide.facts.world import MemberState, Note, World, asked_for, stop_requested
 from holdfast_operator.decide.gang import with_expected_failures
 from holdfast_operator.decide.report import recovery
@@ -217,7 +218,7 @@ def _begun(
         coordinator=None,
         **changes,
     )
-    status = with_expected_failures(status, world)
+    status = with_expected_failures(with_trained(status, world), world)
     return world.with_condition(status, JobCondition.RUNNING, False, *note)
 
 

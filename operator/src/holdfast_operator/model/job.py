@@ -56,6 +56,10 @@ class Now:
         """The UTC time without a jump forward during this process, which would end times too early."""
         return min(self.utc, self.utc - self.jumped)
 
+    def at_most_seconds(self, since: datetime) -> float:
+        """Return the longest time since a UTC stamp, with and without a jump of the wall clock."""
+        return max(self.utc - since, self.utc - self.jumped - since, timedelta(0)).total_seconds()
+
     def is_within(self, length: timedelta, at: datetime) -> bool:
         """Return whether a UTC stamp is at most this old.
 
@@ -470,6 +474,7 @@ class Done(StrEnum):
     ROUND_SENT = "RoundSent"
     SPARES_CREATED = "SparesCreated"
     PLACEHOLDERS_CREATED = "PlaceholdersCreated"
+    STORE_LISTED = "StoreListed"
     TAKEN_IN = "TakenIn"
     """The round took in further lost pods."""
 

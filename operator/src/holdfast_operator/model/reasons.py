@@ -113,7 +113,12 @@ class Reason(StrEnum):
     WAITING_FOR_STORE = "WaitingForStore"
     """No known checkpoint can be read, and the object store has not answered yet whether it has another."""
     RESTORE_POINT_UNAVAILABLE = "RestorePointUnavailable"
-    """A step was committed, but no complete checkpoint can be read. The job waits and never starts over."""
+    """The Checkpoint of spec.restoreFrom does not exist or is not committed. The job waits for it."""
+    CHECKPOINTS_LOST = "CheckpointsLost"
+    """Every copy of the committed steps is lost, and the gang waits for a person before it starts over. Also
+    the reason of condition CheckpointsLost."""
+    STARTED_OVER = "StartedOver"
+    """Every copy of the committed steps is lost, and the gang starts from restoreFrom or from step 0."""
     HOLDER_UNREACHABLE = "HolderUnreachable"
     """A lower step was chosen because a possible holder of the newest did not answer in time."""
     SHARDS_LOST = "ShardsLost"

@@ -63,7 +63,9 @@ def delete_steps(node: NodeTier, job_uid: JobUid, steps: frozenset[Step]) -> int
 
 
 def delete_off_lineage(node: NodeTier, job_uid: JobUid, message: Round) -> int:
-    """Delete the checkpoints of older rounds above the restore point, which are off the lineage. Blocks.
+    """Delete the checkpoints of older rounds that are off the lineage. Blocks.
+
+    They are above the restore point, or of a round before the gang started over.
 
     Their steps are trained again in this round, and the old ones must never be restored. Without a restore
     point of this job nothing is deleted, because a user may still need the checkpoints of a job that starts
@@ -79,11 +81,11 @@ def delete_off_lineage(node: NodeTier, job_uid: JobUid, message: Round) -> int:
     found = {
         checkpoint
         for uid, checkpoint in node.list_manifests()
-        if uid == job_uid and _off_lineage(checkpoint, base, message.round)
+        if uid == job_uid and _off_lineage(checkpoint, base, message)
     } | {
         record.checkpoint
         for record in node.list_shards()
-        if record.header.job_uid == job_uid and _off_lineage(record.checkpoint, base, message.round)
+        if record.header.job_uid == job_uid and _off_lineage(record.checkpoint, base, message)
     }
     for checkpoint in sorted(found - kept):
         node.delete_checkpoint(job_uid, checkpoint)
@@ -128,8 +130,9 @@ def delete_orphans(
     return len(orphans)
 
 
-def _off_lineage(checkpoint: CheckpointId, base: Step, round_: RestartRound) -> bool:
-    return checkpoint.round < round_ and checkpoint.step > base
+def _off_lineage(checkpoint: CheckpointId, base: Step, message: Round) -> bool:
+    above = checkpoint.round < message.round and checkpoint.step > base
+    return above or checkpoint.round < message.lineage_from
 
 
 _SWEEP_SECONDS = 900.0

@@ -153,6 +153,22 @@ def with_missing(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     return world.with_condition(status, kind, False, reason, text)
 
 
+def with_lost_checkpoints(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
+    """Return the status with condition CheckpointsLost, which a job gets when it first waits for a person.
+
+    It is true until the gang has a restore point, whatever the pods wait for meanwhile.
+    """
+    kind, running = JobCondition.CHECKPOINTS_LOST, status.condition(JobCondition.RUNNING)
+    if running is not None and running.reason == Reason.CHECKPOINTS_LOST:
+        return world.with_condition(status, kind, True, running.reason, running.message)
+    if not status.is_true(kind) or status.restore_point is None:
+        return status
+    found = Note(Reason.CHECKPOINTS_FOUND, "a checkpoint of the job was found")
+    if running is not None and running.reason == Reason.STARTED_OVER:
+        found = Note(running.reason, running.message)
+    return world.with_condition(status, kind, False, *found)
+
+
 def with_rules(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition FailureRulesApply, which a job without such a rule does not get.
 
@@ -292,7 +308,8 @@ def _lost_nodes(world: World) -> str:
     else:
         then = (
             "No committed step is known to be anywhere else, so their pods stay, and the job goes on when "
-            "the nodes are back. If they never come back, delete this job and create it again"
+            "the nodes are back. If they never come back, delete these pods: the steps that only they have "
+            "are lost then, and the gang goes on as failurePolicy.startOver says"
         )
     return f". Nodes that are lost: {first_of(sorted(set(map(str, lost.values()))))}. {then}"
 

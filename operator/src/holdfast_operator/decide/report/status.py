@@ -242,6 +242,7 @@ _CONDITIONS = (
     conditions.with_avoided_nodes,
     conditions.with_quarantine,
     conditions.with_missing,
+    conditions.with_lost_checkpoints,
     conditions.with_rules,
     conditions.with_passed_hangs,
     with_spec_applied,
@@ -338,6 +339,10 @@ _BY_REASON: dict[JobCondition, dict[str, EventKind]] = {
         Reason.CONTAINER_CANNOT_START: EventKind.WARNING,
         Reason.CREATE_REFUSED: EventKind.WARNING,
         Reason.NODE_NAME_UNUSABLE: EventKind.WARNING,
+    },
+    JobCondition.CHECKPOINTS_LOST: {
+        Reason.CHECKPOINTS_LOST: EventKind.WARNING,
+        Reason.CHECKPOINTS_FOUND: EventKind.NORMAL,
     },
     JobCondition.SUSPENDED: {Reason.SUSPENDED: EventKind.NORMAL},
 }
