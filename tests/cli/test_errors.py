@@ -27,6 +27,8 @@ class ApiServer:
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Status and body by method, or by method and the end of the path."""
     paths: list[str] = field(default_factory=list)
+    bodies: list[Any] = field(default_factory=list)
+    """Bodies of the PATCH requests."""
     drops: dict[str, int] = field(default_factory=dict)
     """Number of next requests whose connections are closed without an answer, by method."""
 
@@ -60,6 +62,12 @@ def server() -> Iterator[ApiServer]:
             self.wfile.write(body)
 
         do_POST = do_GET
+
+        def do_PATCH(self) -> None:
+            length = int(self.headers["Content-Length"])
+            assert self.headers["Content-Type"] == "application/merge-patch+json"
+            found.bodies.append(json.loads(self.rfile.read(length)))
+            self.do_GET()
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -412,3 +420,37 @@ def test_all_namespaces_exclude_a_job_and_a_namespace(
     ended = run(config, *arguments)
     assert ended.returncode == 2
     assert "omit it, or omit the job and --namespace" in ended.stderr
+
+
+@pytest.fixture
+def lost(server: ApiServer) -> ApiServer:
+    """Return a server with a job that has lost its checkpoints and waits for a person."""
+    server.refuse(404, "not found")
+    waits = {"type": "CheckpointsLost", "status": "True", "message": "to start over loses 17 steps"}
+    status = {"conditions": [waits], "lineage": [{"round": 0}, {"round": 3}]}
+    job = {"kind": "TrainingJob", "metadata": {"name": "gpt"}, "spec": {}, "status": status}
+    server.answers["/trainingjobs/gpt"] = 200, json.dumps(job)
+    return server
+
+
+def test_a_start_over_names_the_round_that_is_given_up(lost: ApiServer, config: Path) -> None:
+    ended = run(config, "restart", "gpt", "--from-start", "--yes")
+    assert ended.returncode == 0, ended.stderr
+    assert lost.bodies == [{"spec": {"failurePolicy": {"startOver": {"confirmedRound": 3}}}}]
+    assert "gpt starts over" in ended.stdout
+
+
+def test_a_start_over_without_a_terminal_needs_yes(lost: ApiServer, config: Path) -> None:
+    line = complaint(config, "restart", "gpt", "--from-start")
+    assert "loses 17 steps" in line and "--yes" in line
+    assert lost.bodies == []
+
+
+def test_a_restart_says_from_where(lost: ApiServer, config: Path) -> None:
+    ended = run(config, "restart", "gpt")
+    assert ended.returncode == 2
+    assert "--from-start" in ended.stderr
+
+
+def test_a_start_over_of_a_job_that_does_not_exist(lost: ApiServer, config: Path) -> None:
+    assert "not found in namespace team-a" in complaint(config, "restart", "other", "--from-start")

@@ -1,4 +1,4 @@
-"""`kubectl holdfast`: show jobs and their checkpoints, request saves, and prune the object store."""
+"""`kubectl holdfast`: show jobs and their checkpoints, request saves, prune, and start lost jobs over."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from holdfast_cli.cluster import VERSION, ClusterClient, ClusterError
-from holdfast_cli.gangs import KINDS, MemberPod
+from holdfast_cli.gangs import KINDS, MemberPod, obstacle_to_start_over
 from holdfast_cli.pruning import prune_store
 from holdfast_cli.views import Screen, checkpoints_view, gangs_view, status_view
 from holdfast_core.names import GROUP
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the names of pods
 _DESCRIPTION = (
-    "Show training jobs and their checkpoints, request saves, and prune the object store."
+    "Show training jobs and their checkpoints, request saves, prune the object store, and start jobs over "
+    "that have lost every checkpoint."
 )
 _EXIT_CODES = (
     "Exit codes: 0 success; 1 the cluster cannot be reached, it refused the request, or the save failed "
@@ -105,7 +106,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_output(prune)
     prune.set_defaults(run=prune_store)
-    for verb in (status, checkpoints, save, prune):
+
+    restart = verbs.add_parser(
+        "restart", help="start a job over that has lost all of its checkpoints and waits for that"
+    )
+    restart.add_argument("job", help="a TrainingJob or a CheckpointAdoption")
+    restart.add_argument(
+        "--from-start",
+        action="store_true",
+        required=True,
+        help="train from spec.restoreFrom, or from step 0, and give up what was trained since",
+    )
+    restart.add_argument(
+        "-y", "--yes", action="store_true", help="do not ask (needed without a terminal)"
+    )
+    restart.set_defaults(run=_restart)
+    for verb in (status, checkpoints, save, prune, restart):
         _add_place(verb, argparse.SUPPRESS)
     for verb in (status, checkpoints):
         verb.add_argument(
@@ -240,6 +256,26 @@ def _at_least_two(text: str) -> int:
             f"{number} is less than 2: if the newest checkpoint cannot be read, an older one is needed"
         )
     return number
+
+
+def _restart(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
+    gang = cluster.gang(arguments.job)
+    obstacle = obstacle_to_start_over(gang)
+    if obstacle is not None:
+        raise ClusterError(obstacle)
+    status = gang["status"]
+    lost = next(c["message"] for c in status["conditions"] if c["type"] == "CheckpointsLost")
+    if not arguments.yes:
+        if not sys.stdin.isatty():
+            raise ClusterError(f"{lost}. Without a terminal, --yes confirms it")
+        print(lost)
+        if input(f"Start {arguments.job} over? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise ClusterError(f"{arguments.job} was not started over")
+    # The newest round of the lineage: a start over begins a newer one, so a second command has no effect.
+    confirmed = {"confirmedRound": status["lineage"][-1]["round"]}
+    spec = {"failurePolicy": {"startOver": confirmed}}
+    cluster.patch(KINDS[gang["kind"]], arguments.job, {"spec": spec})
+    print(f"{arguments.job} starts over; kubectl holdfast status {arguments.job} shows it")
 
 
 if __name__ == "__main__":

@@ -159,6 +159,12 @@ class ClusterClient:
         self._request(what, merge, plural, name, patch)
         self._request(what, delete, plural, name)
 
+    def patch(self, plural: str, name: str, body: dict[str, Any]) -> None:
+        """Merge these fields into an object."""
+        call = client.CustomObjectsApi(self.api).patch_namespaced_custom_object
+        kind = "application/merge-patch+json"
+        self._request(f"{plural}/{name}", call, plural, name, body, _content_type=kind)
+
     def _request(
         self,
         what: str,

@@ -33,6 +33,34 @@ def accepted(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return next((gang for gang in found if not _is_refused(gang)), found[0])
 
 
+def obstacle_to_start_over(gang: dict[str, Any]) -> str | None:
+    """Return why the gang cannot be started over now, and what to do instead. None: it waits for that."""
+    name, status = gang["metadata"]["name"], gang.get("status") or {}
+    conditions = {c["type"]: c for c in status.get("conditions", [])}
+    true = {kind for kind, c in conditions.items() if c["status"] == "True"}
+    running = conditions.get("Running")
+    if gang["metadata"].get("deletionTimestamp"):
+        return f"{name} is being deleted: create it again to start over"
+    for end in ("Complete", "Failed"):
+        if end in true:
+            return f"{name} is over ({end}): create a new job, which may name a checkpoint in restoreFrom"
+    if _is_refused(gang):
+        return f"{name} is not accepted: {conditions['Accepted']['message']}"
+    if "Suspended" in true or gang["spec"].get("suspend"):
+        return f"{name} is suspended: set spec.suspend to false first"
+    if "CheckpointsLost" in true:
+        return None
+    if "Running" in true:
+        step = status.get("step", 0)
+        return (
+            f"{name} trains, and to start it over would lose step {step} and all before it. Create another "
+            "job to train from the start, or delete this one first"
+        )
+    if running is None:
+        return f"{name} has not begun yet"
+    return f"{name} does not wait for a start over. {running['reason']}: {running['message']}"
+
+
 def _is_refused(gang: dict[str, Any]) -> bool:
     conditions = (gang.get("status") or {}).get("conditions", [])
     return any((c["type"], c["status"]) == ("Accepted", "False") for c in conditions)

@@ -23,6 +23,7 @@ _TROUBLE = frozenset(
         ("RemoteTierHealthy", "False"),
         ("SidecarsUnreachable", "True"),
         ("CheckpointMissing", "True"),
+        ("CheckpointsLost", "True"),
         ("PodsKept", "True"),
         ("Adopted", "False"),
         ("Failed", "True"),

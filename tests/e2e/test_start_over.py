@@ -1,0 +1,73 @@
+"""Loss of every copy of the only checkpoint, before its first upload."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+from testbed import faults
+from testbed.driver.jobs import Job
+from testbed.driver.kube import condition, kubeconfig_path
+from testbed.driver.scenario import SHORT
+
+SLOW = replace(SHORT, sleep_per_step=0.4)  # the pods must be lost during the run
+
+
+def _lose_two(job: Job) -> None:
+    """Delete the pods of workers 0 and 1 with their volumes: worker 1 has the copies of worker 0."""
+    for worker in (0, 1):
+        job.kube.delete_pod(job.namespace, job.pod_name(worker), grace_seconds=0)
+
+
+def _is_waiting_for(job: Job, reason: str) -> bool:
+    return condition(job.read(), "Running").get("reason") == reason
+
+
+def _restart(job: Job) -> subprocess.CompletedProcess[str]:
+    """Run `kubectl holdfast restart JOB --from-start --yes`."""
+    words = ["restart", job.name, "-n", job.namespace, "--from-start", "--yes"]
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast_cli", *words],
+        env={**os.environ, "KUBECONFIG": kubeconfig_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_young_job_that_lost_everything_starts_over_by_itself(scenario):
+    """While the store is away, it may have a checkpoint: the gang waits for its answer."""
+    with faults.store_down(nodes=scenario.nodes):
+        job = scenario.start(SLOW)
+        job.wait_replicated(10)
+        job.wait("the commit in the status", lambda: "lastCommittedStep" in job.status)
+        _lose_two(job)
+        job.wait("the store's answer", lambda: _is_waiting_for(job, "WaitingForStore"), 180)
+    job.wait_round(1, 180)
+    assert job.status["lineage"] == [{"round": job.round}], "it has no restore point"
+    assert job.status["recoveries"][-1]["lostSteps"] >= 10
+    assert "StartedOver" in {e["reason"] for e in job.kube.events(job.namespace)}
+    scenario.finish_and_judge(job)
+
+
+def test_a_job_that_may_not_start_over_waits_for_one_command(scenario):
+    never = {"failurePolicy": {"maxRestarts": 30, "window": "1h", "startOver": {"atMost": "0s"}}}
+    job = scenario.start(SLOW, object_every=None, more=never)
+    job.wait_replicated(10)
+    job.wait("the commit in the status", lambda: "lastCommittedStep" in job.status)
+    refused = _restart(job)
+    assert refused.returncode == 1
+    assert "would lose step" in refused.stderr, refused.stderr
+    _lose_two(job)
+    lost = job.wait_condition("CheckpointsLost", "True", 180)
+    assert f"holdfast restart {job.name}" in lost["message"]
+    ended = _restart(job)
+    assert ended.returncode == 0, ended.stderr
+    _restart(job)  # it starts over once, whatever the second command meets
+    job.wait_round(1, 180)
+    job.wait_condition("CheckpointsLost", "False", 60)
+    assert job.status["lineage"] == [{"round": 1}], "it started over once"
+    scenario.finish_and_judge(job)
