@@ -274,7 +274,7 @@ def _started_over(world: World, committed: Step) -> Choice:
         choice = _from_spec(world, None)
         if not isinstance(choice, Chosen):
             return choice
-        text = f"{choice.message} over again, and gives up {lost}: {why}"
+        text = f"{choice.message}. The gang starts over and gives up {lost}: {why}"
         return replace(choice, reason=Reason.STARTED_OVER, message=text)
     limit = world.spec.failure_policy.start_over.at_most
     text = (
