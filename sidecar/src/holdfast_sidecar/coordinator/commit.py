@@ -110,12 +110,11 @@ class Retention:
             message.round,
             quarantined(self._parts.message),
         )
-        first = self._parts.message.lineage_from
         if base is not None:
             self._older |= {
                 c
                 for c in message.manifests
-                if first <= c.round < round_ and c.step <= base and c not in apart
+                if c.round < round_ and c.step <= base and c not in apart
             }
         found = {c.step for c in message.manifests if c.round == round_}
         new = {s for s in found - self._ledger.listed if base is None or s > base}
