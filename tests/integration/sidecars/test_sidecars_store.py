@@ -16,12 +16,14 @@ from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, TierName
 from holdfast_core.messages.schema import (
     GangRequest,
+    Inventory,
     Ok,
     Policy,
     Prune,
     PruneReply,
     Refusal,
     SaveRequested,
+    Seal,
 )
 
 pytestmark = pytest.mark.integration
@@ -54,6 +56,22 @@ async def test_a_gang_that_lost_everything_comes_back_from_the_store(
         for worker in (0, 1):
             _, data, filled = await gang.ranks[worker].restore()
             assert (data, filled.tier) == (saved[worker], TierName.OBJECT)
+
+
+async def test_a_sealed_sidecar_lists_what_the_store_has(
+    gangs: Gangs, store: dict[str, Any]
+) -> None:
+    """So the operator finds a checkpoint that no status names."""
+    async with gangs(2, **store) as gang:
+        await gang.start(policy=EVERY_TWO)
+        await gang.commit(2, Level.PERSISTED)
+        state = await gang.operator.state_until(0, persisted(2), "step 2 persisted")
+        look = Seal(RestartRound(1), look_in_store=True)
+        found = await gang.operator.call(1, "/v1/seal", look, Inventory)
+        assert found.stored is not None and state.last_persisted is not None
+        (listed,) = found.stored
+        assert (listed.step, listed.round) == (2, 0)
+        assert listed.manifest == state.last_persisted.manifest
 
 
 async def test_a_store_that_is_down_holds_up_nothing_else(
