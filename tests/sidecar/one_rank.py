@@ -9,6 +9,7 @@ from tests.support.clock import ManualClock
 from tests.support.shards.builders import (
     JOB,
     BytesSource,
+    build_manifest,
     rank_layout,
     rank_payload,
     shard_header,
@@ -19,7 +20,6 @@ from tests.support.tiers.scratch import ScratchTier
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests
-from holdfast_core.shards.file import build_manifest
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.clock import ManualClock
-from tests.support.shards.builders import BytesSource
+from tests.support.shards.builders import BytesSource, build_manifest
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 from tests.support.shards.shard_files import flip_bit
 from tests.support.tiers.faulty import Faults, Faulty
@@ -22,7 +22,7 @@ from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import Member
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shards.file import CHUNK_BYTES, ShardHeader, Trailer, build_manifest, head_bytes
+from holdfast_core.shards.file import CHUNK_BYTES, ShardHeader, Trailer, head_bytes
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier

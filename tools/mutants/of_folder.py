@@ -27,12 +27,14 @@ OF_FOLDER = (
         kind=Kind.SWAPPED_WRITES,
         file=f"{_FOLDER}commit.py",
         original=(
-            "        _file(self._directory(record.checkpoint), record.header.rank).unlink(missing_ok=True)\n"
+            "        for files in runs_in(self.records_dir):\n"
+            "            files.remove(record.checkpoint, record.header.rank)\n"
             "        self._delete(record)\n"
         ),
         replacement=(
             "        self._delete(record)\n"
-            "        _file(self._directory(record.checkpoint), record.header.rank).unlink(missing_ok=True)\n"
+            "        for files in runs_in(self.records_dir):\n"
+            "            files.remove(record.checkpoint, record.header.rank)\n"
         ),
         loses="A kill leaves the record of a shard that is gone, and rank 0 tries to commit it.",
         tests=_PRUNE,
@@ -113,8 +115,14 @@ OF_FOLDER = (
         name="folder/commit-without-its-shard",
         kind=Kind.MISSING_CHECK,
         file=f"{_FOLDER}commit.py",
-        original="            self._expect_shard(record)\n",
-        replacement="",
+        original=(
+            "        entries = [self._entry(record.shard, first.world_size) for record in records]\n"
+        ),
+        replacement=(
+            "        entries = [\n"
+            "            r.shard.shard.entry(r.shard.layout) for r in records if r.shard.layout is not None\n"
+            "        ]\n"
+        ),
         loses="The newest checkpoint has no shards, and older ones that could be restored are pruned.",
         tests=(
             f"{_TESTS}test_directory_commit.py::test_a_checkpoint_without_its_shards_is_never_committed",
@@ -124,8 +132,8 @@ OF_FOLDER = (
         name="folder/commit-without-its-layout",
         kind=Kind.MISSING_CHECK,
         file=f"{_FOLDER}commit.py",
-        original="if not self.tier.keep_layout(record.header.layout):",
-        replacement="if self.tier.keep_layout(record.header.layout) is None:",
+        original="if not self.tier.keep_layout(layout.layout):",
+        replacement="if self.tier.keep_layout(layout.layout) is None:",
         loses="A checkpoint is committed that no other number of ranks can restore.",
         tests=(
             f"{_TESTS}test_directory_commit.py::test_a_checkpoint_without_its_layouts_is_never_committed",
@@ -135,8 +143,8 @@ OF_FOLDER = (
         name="folder/commit-without-the-last-rank",
         kind=Kind.OFF_BY_ONE,
         file=f"{_FOLDER}commit.py",
-        original="others = range(1, first.record.header.world_size)",
-        replacement="others = range(1, first.record.header.world_size - 1)",
+        original="others = range(1, first.world_size)",
+        replacement="others = range(1, first.world_size - 1)",
         loses="A checkpoint is committed without the shard of the last rank.",
         tests=(f"{_TESTS}test_directory_commit.py::test_an_incomplete_save_is_not_committed",),
     ),
@@ -153,10 +161,10 @@ OF_FOLDER = (
     ),
     Mutant(
         name="folder/shards-of-two-runs",
-        kind=Kind.OFF_BY_ONE,
+        kind=Kind.MISSING_CHECK,
         file=f"{_FOLDER}commit.py",
-        original="if len(runs) > 1:",
-        replacement="if len(runs) > 2:",
+        original='return self.directory / f"r{self.round:06d}-{self.run_id}"',
+        replacement='return self.directory / f"r{self.round:06d}-run"',
         loses="A checkpoint mixes the weights of two trainings.",
         tests=_ROUNDS,
     ),

@@ -32,6 +32,7 @@ from tests.support.shards.builders import (
     JOB,
     JOB_UID,
     BytesSource,
+    build_manifest,
     payload,
     rank_layout_and_plan,
     shard_file,
@@ -45,7 +46,7 @@ from holdfast_core.format.payload import PayloadPlan
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.file import ShardHeader, build_manifest
+from holdfast_core.shards.file import ShardHeader
 from holdfast_sidecar.upkeep.prune import delete_steps
 
 WORLD = 2

@@ -14,6 +14,7 @@ from tests.sidecar.reshard_world import Turning
 from tests.support.shards.builders import (
     JOB,
     BytesSource,
+    build_manifest,
     rank_layout,
     rank_payload,
     shard_header,
@@ -40,7 +41,6 @@ from holdfast_core.messages.schema import (
     Round,
 )
 from holdfast_core.save.place import RankLayouts
-from holdfast_core.shards.file import build_manifest
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Pools, Tiers

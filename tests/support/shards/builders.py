@@ -5,14 +5,14 @@ checks.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from holdfast_core.format.canonical import digest_of, dumps_canonical
-from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_shards
+from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_document, manifest_shards
 from holdfast_core.format.payload import PayloadPlan, plan_payload
 from holdfast_core.format.rank_layout import (
     LayoutDigests,
@@ -21,6 +21,7 @@ from holdfast_core.format.rank_layout import (
     layout_digests,
 )
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
+from holdfast_core.save.place import info_of
 from holdfast_core.shards.file import (
     CHUNK_BYTES,
     ShardHeader,
@@ -162,6 +163,18 @@ def manifest(records: Sequence[ShardRecord], *, parent: Digest | None = None) ->
             ]
         ),
     )
+
+
+def build_manifest(
+    job: JobIdentity,
+    shards: Iterable[tuple[ShardRecord, LayoutDigests]],
+    *,
+    parent: Digest | None,
+) -> bytes:
+    """Return the manifest document of the shards of all ranks, which may be in any order."""
+    ordered = sorted(shards, key=lambda shard: shard[0].header.rank)
+    entries = [info_of(record).entry(layout) for record, layout in ordered]
+    return manifest_document(job, ordered[0][0].checkpoint, parent, entries)
 
 
 def weights(size_bytes: int, *, seed: int = 0) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.support.shards.builders import BytesSource, pack_objects
+from tests.support.shards.builders import BytesSource, build_manifest, pack_objects
 from tests.support.shards.placements import Tensor, layout_of
 
 from holdfast.directory.choice import JOB_UID
@@ -17,7 +17,7 @@ from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shards.file import ShardHeader, build_manifest
+from holdfast_core.shards.file import ShardHeader
 
 Array = np.ndarray[Any, Any]
 

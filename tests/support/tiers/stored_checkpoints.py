@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tests.support.shards.builders import JOB, JOB_UID, shard_header
+from tests.support.shards.builders import JOB, JOB_UID, build_manifest, shard_header
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 from tests.support.shards.shard_files import write_shard
 
@@ -17,7 +17,7 @@ from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import CheckpointId, Digest, Rank
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shards.file import Trailer, build_manifest
+from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import Earlier, plan_pack, shared_with, unshared_index
 from holdfast_core.store.tier import ObjectTier
 

@@ -149,7 +149,7 @@ class Gang:
             tier = DiskNodeTier(root / "tier", fill_limit=1.0)
             tier.open()
             ranks = range(rank, rank + 1)
-            self.committers.append(Committer(tier, root / "prepared", 2, ranks, 3))
+            self.committers.append(Committer(tier, root / "records", 2, ranks, 3))
 
     def write(self, rank: int, step: int) -> CheckpointId:
         layout, plan = self.layouts[rank]
@@ -220,7 +220,7 @@ def test_a_deleted_folder_is_created_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("A part of a folder is deleted under way")
-@pytest.mark.parametrize("what", ["tier", "tier/standalone", "tier/layouts", "prepared", "rounds"])
+@pytest.mark.parametrize("what", ["tier", "tier/standalone", "tier/layouts", "records", "rounds"])
 def test_a_deleted_part_of_a_folder_is_created_again(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as ckpt:

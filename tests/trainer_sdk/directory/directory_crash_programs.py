@@ -44,7 +44,7 @@ from holdfast_core.store_url import parse_store_url
 WORLD = 2
 ROWS = 1000
 CAPACITY = 64 << 10
-NOT_DURABLE = ("ckpt/prepared", "ckpt/.prune")
+NOT_DURABLE = ("ckpt/records", "ckpt/.prune")
 """Files that are not synced, so a power cut may tear or remove them: see test_directory_commit.py."""
 
 
@@ -168,7 +168,9 @@ def check(directory: Path, said: Sequence[str]) -> list[str]:
     wanted = {f"s{step:012d}" for step in (last + 1, last + 2)}
     if not wanted <= set(kept) or set(kept) != set(shards):
         problems.append(f"manifests of {kept} and shards of {shards} are left, wanted {wanted}")
-    problems += [f"left behind: {p.name}" for p in (directory / "ckpt/prepared").rglob("*")]
+    own = f"r{gang.service.round:06d}-standalone"
+    left = [p.name for p in (directory / "ckpt/records").rglob("*") if p.name != own]
+    problems += [f"left behind: {name}" for name in left]
     return problems
 
 

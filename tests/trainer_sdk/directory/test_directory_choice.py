@@ -28,7 +28,7 @@ class Trainer:
     def __init__(self, root: Path, keep_last: int, ranks: int = 1) -> None:
         self.tier = opened(root)
         self.ranks = range(ranks)
-        self.committer = Committer(self.tier, root / "prepared", ranks, self.ranks, keep_last)
+        self.committer = Committer(self.tier, root / "records", ranks, self.ranks, keep_last)
 
     def save(self, step: int) -> None:
         for rank in self.ranks:

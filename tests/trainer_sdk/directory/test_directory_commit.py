@@ -38,7 +38,7 @@ def opened(tmp_path: Path) -> DiskNodeTier:
 
 
 def committer(tier: DiskNodeTier, tmp_path: Path, world: int = WORLD) -> Committer:
-    return Committer(tier, tmp_path / "prepared", world, range(world), 3, parent=PARENT)
+    return Committer(tier, tmp_path / "records", world, range(world), 3, parent=PARENT)
 
 
 def prepare(tier: DiskNodeTier, tmp_path: Path, step: int, ranks: int = WORLD) -> CheckpointId:
@@ -72,7 +72,9 @@ def test_the_next_run_commits_the_same_manifest_as_the_run_itself(
     itself = opened(tmp_path.with_name("itself"))
     committer(itself, tmp_path.with_name("itself")).commit(checkpoint)
     assert itself.get_manifest(JOB_UID, checkpoint) == found
-    assert not any((tmp_path / "prepared").iterdir())
+    assert not any((tmp_path / "records/r000000-standalone").iterdir())
+    next_run.prune(CheckpointId(Step(6), RestartRound(1)), (checkpoint,), leader=True)
+    assert not any((tmp_path / "records").iterdir())
 
 
 def test_a_late_commit_by_the_run_itself_is_harmless(tier: DiskNodeTier, tmp_path: Path) -> None:
@@ -118,7 +120,7 @@ def test_a_flipped_bit_in_a_record_never_commits_an_unreadable_checkpoint(tmp_pa
     tier = opened(tmp_path)
     checkpoint = prepare(tier, tmp_path, 5)
     shards = {record.ref for record in tier.list_shards()}
-    directory = tmp_path / "prepared" / str(checkpoint)
+    directory = tmp_path / "records/r000000-standalone" / str(checkpoint)
     aside = tmp_path / "aside"
     shutil.copytree(directory, aside)
     refused = 0
@@ -148,12 +150,12 @@ def test_a_flipped_bit_in_a_record_never_commits_an_unreadable_checkpoint(tmp_pa
 
 
 def torn(tmp_path: Path) -> None:
-    path = tmp_path / "prepared/s7-r0/1.json"
+    path = tmp_path / "records/r000000-standalone/s7-r0/1.json"
     path.write_bytes(path.read_bytes()[:20])
 
 
 def zeroed(tmp_path: Path) -> None:
-    path = tmp_path / "prepared/s7-r0/0.json"
+    path = tmp_path / "records/r000000-standalone/s7-r0/0.json"
     path.write_bytes(bytes(len(path.read_bytes())))
 
 
@@ -163,18 +165,20 @@ def without_a_shard(tmp_path: Path) -> None:
 
 
 def of_an_older_release(tmp_path: Path) -> None:
-    path = tmp_path / "prepared/s7-r0/0.json"
+    path = tmp_path / "records/r000000-standalone/s7-r0/0.json"
     path.write_text('{"header": {}}')
 
 
 def with_other_names(tmp_path: Path) -> None:
     """Add a file of a file browser, and rename a record's directory to the name of a user's copy."""
-    (tmp_path / "prepared/.DS_Store").touch()
-    (tmp_path / "prepared/s7-r0").rename(tmp_path / "prepared/s7-r0 (copy)")
+    (tmp_path / "records/r000000-standalone/.DS_Store").touch()
+    (tmp_path / "records/r000000-standalone/s7-r0").rename(
+        tmp_path / "records/r000000-standalone/s7-r0 (copy)"
+    )
 
 
 def incomplete(tmp_path: Path) -> None:
-    (tmp_path / "prepared/s7-r0/1.json").unlink()
+    (tmp_path / "records/r000000-standalone/s7-r0/1.json").unlink()
 
 
 @pytest.mark.parametrize(

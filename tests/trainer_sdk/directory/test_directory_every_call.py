@@ -25,7 +25,7 @@ def test_a_save_killed_at_any_call_loses_nothing() -> None:
     assert found.problems == ()
     called = {call.split()[0] for call in found.calls}
     assert called >= {"openat", "pwrite64", "fsync", "renameat", "linkat", "unlinkat", "mkdirat"}
-    assert any("/ckpt/prepared/" in call for call in found.calls)
+    assert any("/ckpt/records/" in call for call in found.calls)
 
 
 def test_a_start_killed_at_any_call_keeps_what_was_prepared() -> None:

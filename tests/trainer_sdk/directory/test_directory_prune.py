@@ -55,7 +55,7 @@ class Folder:
         self.root = root
         self.tier = Watched(root / "tier")
         self.tier.open()
-        self.run = Committer(self.tier, root / "prepared", 1, range(1), 2)
+        self.run = Committer(self.tier, root / "records", 1, range(1), 2)
 
     def prepare(self, step: int, round_: int = 0) -> CheckpointId:
         self.tier.put_layout(LAYOUT)

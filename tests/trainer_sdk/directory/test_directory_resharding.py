@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from tests.support.shards.builders import BytesSource
+from tests.support.shards.builders import BytesSource, build_manifest
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 
 from holdfast.directory.choice import JOB_UID, NAMESPACE
@@ -34,7 +34,7 @@ from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import Fill, Policy, Restore
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shards.file import ShardHeader, Trailer, build_manifest
+from holdfast_core.shards.file import ShardHeader, Trailer
 from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_core.shm.slot_file import SlotFile, SlotState
 from holdfast_core.store.directory import DirectoryObjectStore
@@ -364,6 +364,6 @@ def test_the_first_rank_prunes_shards_of_ranks_that_no_longer_exist(tmp_path: Pa
     newest = CheckpointId(Step(7), RestartRound(1))
     for leader, left in ((False, [5, 6]), (True, [5])):
         ranks = range(1) if leader else range(1, 2)
-        committer = Committer(tier, tmp_path / "prepared", 2, ranks, 3)
+        committer = Committer(tier, tmp_path / "records", 2, ranks, 3)
         committer.prune(newest, (manifest.checkpoint,), leader=leader)
         assert sorted({record.checkpoint.step for record in tier.list_shards()}) == left

@@ -18,7 +18,7 @@ from holdfast.directory.choice import JOB_UID
 from holdfast.directory.commit import Committer
 from holdfast.directory.open_folder import ServiceOptions, claim_round, keep_round
 from holdfast.directory.persister import DirectoryService
-from holdfast_core.errors import FormatError
+from holdfast_core.errors import NotFoundError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.rank_layout import layout_digests
@@ -141,7 +141,7 @@ def prepared(root: Path, runs: dict[int, str], round_: RestartRound) -> Checkpoi
             JOB_UID, round_, Step(5), Rank(rank), 2, digest_of(layout), plan.total_bytes
         )
         record = tier.write_shard(header, BytesSource(payload(plan.total_bytes, seed=rank)))
-        committer = Committer(tier, root / "ckpt/prepared", 2, range(2), 3, run)
+        committer = Committer(tier, root / "ckpt/records", 2, range(2), 3, run)
         committer.prepare(record, layout_digests(layout))
     return CheckpointId(Step(5), round_)
 
@@ -152,8 +152,8 @@ def test_shards_of_two_runs_are_never_committed_together(tmp_path: Path) -> None
     checkpoint = prepared(tmp_path, {0: "a", 1: "b"}, ZERO)
     tier = DiskNodeTier(tmp_path / "ckpt/tier", fill_limit=1.0)
     tier.open()
-    committer = Committer(tier, tmp_path / "ckpt/prepared", 2, range(2), 3, "a")
-    with pytest.raises(FormatError, match=r"of the runs \['a', 'b'\]"):
+    committer = Committer(tier, tmp_path / "ckpt/records", 2, range(2), 3, "a")
+    with pytest.raises(NotFoundError, match=r"r000000-a/s5-r0/1\.json"):
         committer.commit(checkpoint)
     committer.commit_left()
     assert not committer.is_committed(checkpoint)
@@ -163,5 +163,5 @@ def test_a_manifest_names_the_run(tmp_path: Path) -> None:
     checkpoint = prepared(tmp_path, {0: "a", 1: "a"}, ZERO)
     tier = DiskNodeTier(tmp_path / "ckpt/tier", fill_limit=1.0)
     tier.open()
-    Committer(tier, tmp_path / "ckpt/prepared", 2, range(2), 3, "b").commit_left()
+    Committer(tier, tmp_path / "ckpt/records", 2, range(2), 3, "b").commit_left()
     assert parse_manifest(tier.get_manifest(JOB_UID, checkpoint)).job.name == "a"

@@ -20,7 +20,7 @@ import holdfast
 from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import OpenFolder, ServiceOptions
-from holdfast.directory.share import UploadFiles
+from holdfast.directory.plan import PlanFile
 from holdfast.directory.uploads import FolderUploads
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.format.canonical import sealed, unsealed
@@ -174,8 +174,8 @@ def test_an_idle_run_that_was_overtaken_deletes_nothing(make: Make, tmp_path: Pa
     for path in objects:
         os.utime(path, (1, 1))
     run.start()
-    files = UploadFiles(run.root / "store", ROUND)
-    until(lambda: (state := files.read()) is not None and bool(state.over), "it is overtaken")
+    file = PlanFile(run.folder.committer.files(ROUND).path / "plan.json")
+    until(lambda: (plan := file.read()) is not None and bool(plan.over), "it is overtaken")
     assert tier.shards_stored(NAMESPACE, JOB_UID, being_uploaded)
 
 

@@ -15,10 +15,10 @@ from holdfast.base.kept_run import kept_run_id
 from holdfast.directory.choice import load_choice
 from holdfast.directory.commit import Committer
 from holdfast.directory.folder_store import FolderStore
-from holdfast.directory.share import Share, UploadFiles, UploadState
+from holdfast.directory.plan import FolderPlan, PlanFile
 from holdfast_core.errors import UnreadableError
-from holdfast_core.format.canonical import digest_of, sealed
-from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.format.canonical import sealed
+from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store_url import parse_store_url
 
@@ -46,35 +46,24 @@ def training_of(root: Path) -> Path:
 
 @every_kind
 def test_the_record_of_a_rank(tmp_path: Path, damage: Damage) -> None:
-    path = tmp_path / "prepared" / str(CHECKPOINT) / "0.json"
+    path = tmp_path / "records/r000001-standalone" / str(CHECKPOINT) / "0.json"
     path.parent.mkdir(parents=True)
     path.write_bytes(sealed(b"{}"))
     damage(path)
     tier = DiskNodeTier(tmp_path / "tier", fill_limit=1.0)
     tier.open()
-    committer = Committer(tier, tmp_path / "prepared", 1, range(1), 1)
+    committer = Committer(tier, tmp_path / "records", 1, range(1), 1)
     with pytest.raises(UnreadableError, match=r"0\.json"):
         committer.commit(CHECKPOINT)
 
 
 @every_kind
-def test_the_state_of_the_uploads(tmp_path: Path, damage: Damage) -> None:
-    files = UploadFiles(tmp_path, ROUND)
-    files.write(UploadState(over="taken"))
-    assert files.read() is not None
-    (path,) = tmp_path.rglob("state.json")
-    damage(path)
-    assert files.read() is None
-
-
-@every_kind
-def test_the_record_of_an_uploaded_shard(tmp_path: Path, damage: Damage) -> None:
-    files = UploadFiles(tmp_path, ROUND)
-    files.add(CHECKPOINT, Share(Rank(0), digest_of(b"")))
-    assert files.share(CHECKPOINT, Rank(0)) is not None
-    (path,) = tmp_path.rglob("0.json")
-    damage(path)
-    assert files.share(CHECKPOINT, Rank(0)) is None
+def test_the_plan_of_the_leader(tmp_path: Path, damage: Damage) -> None:
+    file = PlanFile(tmp_path / "plan.json")
+    file.write(FolderPlan(over="taken"))
+    assert file.read() is not None
+    damage(file.path)
+    assert file.read() is None
 
 
 @every_kind

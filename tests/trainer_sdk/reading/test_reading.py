@@ -276,7 +276,7 @@ def prune_all_but(root: Path, step: int) -> list[int]:
     """Prune as a training does after it has committed `step`. Return the steps that are left."""
     tier = DiskNodeTier(root / "tier", fill_limit=1.0)
     tier.open()
-    committer = Committer(tier, root / "prepared", 4, range(4), keep_last=1)
+    committer = Committer(tier, root / "records", 4, range(4), keep_last=1)
     committer.prune(CheckpointId(Step(step), RestartRound(0)), (), leader=True)
     return [checkpoint.step for _, checkpoint in tier.list_manifests()]
 

@@ -40,8 +40,7 @@ from holdfast_core.format.canonical import (
     loads_canonical,
 )
 from holdfast_core.format.keys import checked_job_uid
-from holdfast_core.format.manifest import JobIdentity, manifest_document
-from holdfast_core.format.rank_layout import MAX_TENSOR_BYTES, LayoutDigests
+from holdfast_core.format.rank_layout import MAX_TENSOR_BYTES
 from holdfast_core.ids import (
     MAX_RANK,
     MAX_ROUND,
@@ -137,48 +136,6 @@ class ChunkTable:
 def table_bytes(count: int) -> int:
     """Return the length in bytes of the packed table of `count` chunks."""
     return count * (_CRC_BYTES + DIGEST_BYTES)
-
-
-def build_manifest(
-    job: JobIdentity,
-    shards: Iterable[tuple[ShardRecord, LayoutDigests]],
-    *,
-    parent: Digest | None,
-) -> bytes:
-    """Return the manifest document of the shards of one (step, round).
-
-    Args:
-        job: Identity of the job.
-        shards: The shards of all ranks with the digests of their layouts, in any order.
-        parent: Digest of the manifest that the round restored from, or None.
-
-    Raises:
-        FormatError: A rank is missing or occurs twice, the shards differ in job, step, round or world
-            size, or a shard has another layout.
-    """
-    ordered = sorted(shards, key=lambda shard: shard[0].header.rank)
-    if not ordered:
-        raise FormatError("manifest: no shards")
-    first = ordered[0][0].header
-    for rank, (record, layout) in enumerate(ordered):
-        header = record.header
-        found = (header.job_uid, header.step, header.round, header.world_size, header.rank)
-        expected = (job.uid, first.step, first.round, len(ordered), rank)
-        if found != expected:
-            raise FormatError(
-                f"manifest: shard of rank {header.rank} is of (job, step, round, world size, rank) "
-                f"{found}, expected {expected}"
-            )
-        if layout.layout != header.layout:
-            raise FormatError(
-                f"manifest: shard of rank {header.rank} has layout {header.layout}, expected "
-                f"{layout.layout}"
-            )
-    entries = [
-        (record.header.payload_bytes, record.blake3, record.chunk_table, layout)
-        for record, layout in ordered
-    ]
-    return manifest_document(job, ordered[0][0].checkpoint, parent, entries)
 
 
 FORMAT_VERSION = 1

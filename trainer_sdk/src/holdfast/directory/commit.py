@@ -1,8 +1,10 @@
 """Commit of a checkpoint in a folder: records of all ranks' shards, then the manifest, then pruning.
 
- 1. When a rank's shard and layout are durable, it writes a record under prepared/s<step>-r<round>/.
- 2. When the records of all ranks exist, rank 0 writes the manifest (put-if-absent). The checkpoint is then
-    committed.
+ 1. When a rank's shard and layout are durable, it writes the record
+    `records/r<round>-<run id>/<checkpoint>/<rank>.json`: what a worker of a pod reports of the shard. The
+    records of another run lie in another directory, so that they never count, even in the same round.
+ 2. When the records of all ranks of a run exist, rank 0 writes the manifest (put-if-absent). The
+    checkpoint is then committed.
  3. When a rank finds the manifest, it may delete its own shards that no kept checkpoint names.
 A kill between any two of these leaves the older checkpoint unchanged. After a kill between 1 and 2 the
 next run commits the checkpoint. The manifest depends on the records alone, so that any process may write
@@ -15,6 +17,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -22,28 +25,90 @@ from pathlib import Path
 
 from holdfast.directory.choice import JOB_UID, candidates, checkpoint_of_name, committed
 from holdfast.directory.processes import claimed_checkpoints, holder
-from holdfast_core.errors import ConfigError, FormatError, HoldfastError, NotFoundError
-from holdfast_core.format.manifest import JobIdentity
+from holdfast_core.errors import ConfigError, HoldfastError, NotFoundError
+from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.format.rank_layout import LayoutDigests
-from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step, age_of
+from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, ShardRef, Step, age_of
 from holdfast_core.messages import codec
+from holdfast_core.messages.schema import ReportedShard
 from holdfast_core.node.documents import read_document, replace_document
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.shards.file import ShardRecord, build_manifest
+from holdfast_core.save.place import info_of
+from holdfast_core.shards.file import ShardRecord
 
 logger = logging.getLogger(__name__)
 
+_RUN = re.compile(r"r(\d{6})-([0-9A-Za-z._-]+)", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A rank's record of a durable shard, with the run's fields of the manifest."""
+class Record:
+    """What became of one rank's shard of a checkpoint."""
 
-    record: ShardRecord
-    layout: LayoutDigests
-    run_id: str
-    """Run that saved the shard. Shards of two runs are never committed together, even in one round."""
+    shard: ReportedShard
+    world_size: int
     parent: Digest | None = None
     """Digest of the manifest from which the run started."""
+    failure: str = ""
+    """Why the shard will never be uploaded. "" if it may be, or was."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The files of one run in one round."""
+
+    directory: Path
+    round: RestartRound
+    run_id: str
+
+    @property
+    def path(self) -> Path:
+        return self.directory / f"r{self.round:06d}-{self.run_id}"
+
+    def write(self, record: Record) -> None:
+        shard = record.shard
+        path = self._file(CheckpointId(shard.step, shard.round), shard.shard.rank)
+        replace_document(path, codec.dumps(record))
+
+    def has(self, checkpoint: CheckpointId, rank: int) -> bool:
+        return self._file(checkpoint, rank).exists()
+
+    def read(self, checkpoint: CheckpointId, rank: int) -> Record:
+        """Return a record. Raises NotFoundError, CorruptionError, FormatError."""
+        return codec.loads(Record, read_document(self._file(checkpoint, rank)))
+
+    def remove(self, checkpoint: CheckpointId, rank: Rank) -> None:
+        self._file(checkpoint, rank).unlink(missing_ok=True)
+
+    def forget(self, checkpoint: CheckpointId) -> None:
+        """Remove the records of a checkpoint."""
+        shutil.rmtree(self.path / str(checkpoint), ignore_errors=True)
+
+    def checkpoints(self) -> list[CheckpointId]:
+        """Return the checkpoints that have records, the oldest first. Other names are ignored."""
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = [path.name for path in self.path.iterdir()]
+        return sorted(filter(None, map(checkpoint_of_name, names)), key=age_of)
+
+    def _file(self, checkpoint: CheckpointId, rank: int) -> Path:
+        return self.path / str(checkpoint) / f"{rank}.json"
+
+
+def runs_in(directory: Path) -> list[RunFiles]:
+    """Return the runs that have files, of the lowest round first. Other names are ignored."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(path.name for path in directory.iterdir())
+    matches = (_RUN.fullmatch(name) for name in names)
+    return [RunFiles(directory, RestartRound(int(m[1])), m[2]) for m in matches if m is not None]
+
+
+def remove_older(directory: Path, round_: RestartRound) -> None:
+    """Remove the files of the runs of lower rounds, of which nothing more is committed or uploaded."""
+    for files in runs_in(directory):
+        if files.round < round_:
+            shutil.rmtree(files.path, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +116,7 @@ class Committer:
     """Commits and prunes the checkpoints of a directory. All its state is in the directory."""
 
     tier: DiskNodeTier
-    prepared_dir: Path
+    records_dir: Path
     world_size: int
     own_ranks: range
     keep_last: int
@@ -60,16 +125,20 @@ class Committer:
 
     def prepare(self, record: ShardRecord, layout: LayoutDigests) -> None:
         """Write the record of this rank's durable shard. It appears atomically."""
-        document = codec.dumps(Prepared(record, layout, self.run_id, self.parent))
-        path = _file(self._directory(record.checkpoint), record.header.rank)
-        replace_document(path, document)
+        header = record.header
+        shard = ReportedShard(header.step, header.round, info_of(record), layout)
+        self.files(header.round).write(Record(shard, header.world_size, self.parent))
+
+    def files(self, round_: RestartRound) -> RunFiles:
+        """Return the files of this run."""
+        return RunFiles(self.records_dir, round_, self.run_id)
 
     def is_prepared(self, checkpoint: CheckpointId, rank: Rank) -> bool:
-        return _file(self._directory(checkpoint), rank).exists()
+        return self.files(checkpoint.round).has(checkpoint, rank)
 
     def is_complete(self, checkpoint: CheckpointId) -> bool:
-        directory = self._directory(checkpoint)
-        return all(_file(directory, rank).exists() for rank in range(self.world_size))
+        files = self.files(checkpoint.round)
+        return all(files.has(checkpoint, rank) for rank in range(self.world_size))
 
     def is_committed(self, checkpoint: CheckpointId) -> bool:
         try:
@@ -84,18 +153,14 @@ class Committer:
         Raises FormatError for an invalid record, and NotFoundError where a record or a shard is missing.
         """
         with one_at_a_time(
-            self.prepared_dir.parent
+            self.records_dir.parent
         ):  # another rank may delete its shard where the folder is full
+            if self.is_committed(checkpoint):
+                return  # by a later run, or before this process
             try:
-                prepared = self._prepared(checkpoint)
+                self._commit(checkpoint, self.files(checkpoint.round))
             except NotFoundError as error:
-                # A later run may have committed it and removed the records.
-                if self.is_committed(checkpoint):
-                    return
-                raise NotFoundError(
-                    f"checkpoint {checkpoint}: a rank's record is missing: {error}"
-                ) from None
-            self._commit(checkpoint, prepared)
+                raise NotFoundError(f"checkpoint {checkpoint}: {error}") from error
 
     def commit_left(self) -> None:
         """Commit what all ranks of an earlier run made durable, if it is newer than every checkpoint.
@@ -103,19 +168,21 @@ class Committer:
         Records are written without fsync. A checkpoint with a record that a power failure damaged, or
         whose shard is missing, is skipped.
         """
-        if not self._left():
+        runs = runs_in(self.records_dir)
+        if not runs:
             return
         # The lock prevents a commit of what that run's rank 0 prunes at the same time.
-        with one_at_a_time(self.prepared_dir.parent):
+        with one_at_a_time(self.records_dir.parent):
             newest = max(map(age_of, candidates(self.tier)), default=(-1, -1))
-            for checkpoint in self._left():
-                if age_of(checkpoint) > newest:
-                    self._commit_if_whole(checkpoint)
+            for files in runs:
+                for checkpoint in files.checkpoints():
+                    if age_of(checkpoint) > newest:
+                        self._commit_if_whole(checkpoint, files)
 
     @property
     def rounds(self) -> list[RestartRound]:
         """Rounds of the existing records."""
-        return [checkpoint.round for checkpoint in self._left()]
+        return [files.round for files in runs_in(self.records_dir)]
 
     def prune(
         self, newest: CheckpointId, protected: Collection[CheckpointId], *, leader: bool
@@ -131,7 +198,7 @@ class Committer:
             protected: The restore point of this run, and what waits for its upload.
             leader: Whether this process serves rank 0.
         """
-        with one_at_a_time(self.prepared_dir.parent):
+        with one_at_a_time(self.records_dir.parent):
             self._prune(newest, protected, leader)
 
     def make_room(
@@ -148,7 +215,7 @@ class Committer:
         3. a shard of this process's ranks of an older save that other ranks have not completed. They
            cannot complete it while the disk is full for them, too.
         """
-        with one_at_a_time(self.prepared_dir.parent):
+        with one_at_a_time(self.records_dir.parent):
             committed = self._committed()
             orphans = [
                 record
@@ -169,7 +236,8 @@ class Committer:
 
     def _drop(self, record: ShardRecord) -> CheckpointId:
         """Delete a shard and, before it, its record: a save whose records all exist may be committed."""
-        _file(self._directory(record.checkpoint), record.header.rank).unlink(missing_ok=True)
+        for files in runs_in(self.records_dir):
+            files.remove(record.checkpoint, record.header.rank)
         self._delete(record)
         return record.checkpoint
 
@@ -191,14 +259,14 @@ class Committer:
         committed = self._committed()
         if leader:
             extra = committed[: -self.keep_last] if self.keep_last else []
-            being_read = claimed_checkpoints(self.prepared_dir.parent) if extra else frozenset()
+            being_read = claimed_checkpoints(self.records_dir.parent) if extra else frozenset()
             for checkpoint in extra:
                 # The restore point of this run stays, to which a restart can return.
                 is_kept = checkpoint == newest or checkpoint in protected
                 if not is_kept and checkpoint not in being_read:
                     self.tier.delete_checkpoint(JOB_UID, checkpoint)
                     committed.remove(checkpoint)
-            self._drop_old_records(newest)
+            self._drop_old_records(newest, protected)
         known = set(committed)
         for record in self.tier.list_shards():
             checkpoint = record.checkpoint
@@ -212,77 +280,65 @@ class Committer:
             self.tier.open_shard(record.ref).close()
             self.tier.delete_shard(record.ref)
 
-    def _drop_old_records(self, newest: CheckpointId) -> None:
-        for checkpoint in self._left():
-            if age_of(checkpoint) < age_of(newest):
-                shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
+    def _drop_old_records(self, newest: CheckpointId, protected: Collection[CheckpointId]) -> None:
+        """Remove the records of what will not be committed, and is not on its way to the store."""
+        remove_older(self.records_dir, newest.round)
+        files = self.files(newest.round)
+        for checkpoint in files.checkpoints():
+            if age_of(checkpoint) < age_of(newest) and checkpoint not in protected:
+                files.forget(checkpoint)
 
-    def _left(self) -> list[CheckpointId]:
-        """Return the checkpoints that have records, oldest first. Other directory names are ignored."""
-        found: list[CheckpointId] = []
-        with contextlib.suppress(FileNotFoundError):
-            for path in self.prepared_dir.iterdir():
-                checkpoint = checkpoint_of_name(path.name)
-                if checkpoint is not None:
-                    found.append(checkpoint)
-        return sorted(found, key=age_of)
-
-    def _commit_if_whole(self, checkpoint: CheckpointId) -> None:
+    def _commit_if_whole(self, checkpoint: CheckpointId, files: RunFiles) -> None:
         try:
-            self._commit(checkpoint, self._prepared(checkpoint))
+            self._commit(checkpoint, files)
         except (HoldfastError, OSError) as error:
             logger.info(
                 "checkpoint %s of an earlier run cannot be committed: %s", checkpoint, error
             )
 
-    def _prepared(self, checkpoint: CheckpointId) -> list[Prepared]:
-        """Return the records in the order of ranks.
+    def _commit(self, checkpoint: CheckpointId, files: RunFiles) -> None:
+        """Commit the checkpoint of the records.
 
-        Raises NotFoundError while a record is missing, and FormatError for an invalid one.
+        Raises NotFoundError while a record or a shard is missing, and FormatError for an invalid record.
         """
-        directory = self._directory(checkpoint)
-        first = _read(directory, 0)
-        others = range(1, first.record.header.world_size)
-        return [first, *(_read(directory, rank) for rank in others)]
-
-    def _commit(self, checkpoint: CheckpointId, prepared: list[Prepared]) -> None:
-        runs = {one.run_id for one in prepared}
-        if len(runs) > 1:
-            raise FormatError(
-                f"checkpoint {checkpoint}: its shards are of the runs {sorted(runs)}; expected "
-                "shards of one run. Two runs have trained in this folder in the same round"
-            )
-        records = [one.record for one in prepared]
-        for record in records:
-            self._expect_shard(record)
-            if not self.tier.keep_layout(record.header.layout):
-                raise NotFoundError(
-                    f"checkpoint {checkpoint}: the folder has no layout {record.header.layout} of "
-                    f"rank {record.header.rank}"
-                )
-        identity = JobIdentity("standalone", prepared[0].run_id, JOB_UID)
-        shards = [(one.record, one.layout) for one in prepared]
-        manifest = build_manifest(identity, shards, parent=prepared[0].parent)
+        first = files.read(checkpoint, 0)
+        others = range(1, first.world_size)
+        records = [first, *(files.read(checkpoint, rank) for rank in others)]
+        entries = [self._entry(record.shard, first.world_size) for record in records]
+        identity = JobIdentity("standalone", files.run_id, JOB_UID)
+        manifest = manifest_document(identity, checkpoint, first.parent, entries)
         self.tier.put_manifest(JOB_UID, checkpoint, manifest)
-        shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
+        files.forget(checkpoint)
 
-    def _expect_shard(self, record: ShardRecord) -> None:
-        """Raise NotFoundError, CorruptionError or FormatError unless the tier holds the recorded shard.
+    def _entry(
+        self, reported: ReportedShard, world_size: int
+    ) -> tuple[int, Digest, Digest, LayoutDigests]:
+        """Return what the manifest holds of a recorded shard, which the tier has with its layout.
 
         A manifest with a missing shard would count as the newest checkpoint, and older checkpoints that
         can be restored would be deleted.
-        """
-        found = self.tier.look_up(record.ref)
-        if found is not None:
-            self.tier.open_shard(record.ref).close()  # the tier's index may be out of date
-        if found != record:
-            raise NotFoundError(
-                f"checkpoint {record.checkpoint}: its record of rank {record.header.rank} names "
-                f"{record}, but the folder has {found or 'no such shard'}"
-            )
 
-    def _directory(self, checkpoint: CheckpointId) -> Path:
-        return self.prepared_dir / str(checkpoint)
+        Raises NotFoundError, CorruptionError or FormatError.
+        """
+        shard, layout = reported.shard, reported.layout
+        ref = ShardRef(JOB_UID, reported.step, reported.round, shard.rank, shard.blake3)
+        found = self.tier.look_up(ref)
+        if found is not None:
+            self.tier.open_shard(ref).close()  # the tier's index may be out of date
+        if layout is None or found is None or info_of(found) != shard:
+            raise NotFoundError(
+                f"the record of rank {shard.rank} names {shard}, but the folder has "
+                f"{found or 'no such shard'}"
+            )
+        header = found.header
+        if (header.layout, header.world_size) != (layout.layout, world_size):
+            raise NotFoundError(
+                f"the record of rank {shard.rank} is of {world_size} ranks and the layout "
+                f"{layout.layout}, but the folder has {found}"
+            )
+        if not self.tier.keep_layout(layout.layout):
+            raise NotFoundError(f"the folder has no layout {layout.layout} of rank {shard.rank}")
+        return shard.entry(layout)
 
 
 @contextlib.contextmanager
@@ -326,7 +382,8 @@ def delete_step(root: Path, step: Step, *, even_last: bool) -> bool:
         if committed(root)[0] in wanted:
             _expect_not_needed(root, step, even_last=even_last)
         for checkpoint in reversed(wanted):  # the newest one last: it is the restore point
-            shutil.rmtree(root / "prepared" / str(checkpoint), ignore_errors=True)
+            for files in runs_in(root / "records"):
+                files.forget(checkpoint)
             tier.delete_checkpoint(JOB_UID, checkpoint)
         tier.volume.remove_spare_files()
         return True
@@ -350,11 +407,3 @@ def _expect_not_needed(root: Path, step: Step, *, even_last: bool) -> None:
             f"step {step} in {root} is the newest checkpoint, which the next run restores: to delete it all "
             "the same, use delete(step, even_last=True)"
         )
-
-
-def _file(directory: Path, rank: int) -> Path:
-    return directory / f"{rank}.json"
-
-
-def _read(directory: Path, rank: int) -> Prepared:
-    return codec.loads(Prepared, read_document(_file(directory, rank)))

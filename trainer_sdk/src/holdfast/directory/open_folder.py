@@ -230,7 +230,7 @@ class OpenFolder:
         presence = None if options.read_only else Presence.of(options.root / "tier")
         committer = Committer(
             tier,
-            options.root / "prepared",
+            options.root / "records",
             options.world_size,
             options.own_ranks,
             options.policy.keep_last,

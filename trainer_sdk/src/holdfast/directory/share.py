@@ -1,25 +1,15 @@
-"""Upload the shards of one persister's ranks, of the checkpoint that the leader asks for.
-
-The persisters of a gang tell one another about uploads by files in the folder they share. The leader (rank
-0's persister) writes `store/r<round>/state.json`: the checkpoint to upload now, those that wait, and what
-became of earlier ones. Each persister writes `store/r<round>/<checkpoint>/<rank>.json` when a shard is in
-the store. The files are not synced: what a power failure takes is found out again from the folder and the
-store.
-"""
+"""Upload the shards of one persister's ranks, of the checkpoint that the leader asks for."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import re
-import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from holdfast.directory.choice import JOB_UID, NAMESPACE
+from holdfast.directory.commit import Record
 from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import OpenFolder
 from holdfast_core.errors import (
@@ -33,133 +23,13 @@ from holdfast_core.errors import (
 )
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
-from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, ShardRef
-from holdfast_core.messages import codec
-from holdfast_core.messages.schema import PersistRequest
-from holdfast_core.node.documents import read_document, replace_document
+from holdfast_core.ids import CheckpointId, Rank, ShardRef
+from holdfast_core.messages.schema import PersistRequest, ReportedShard, ShardInfo
 from holdfast_core.shards.file import Trailer
 from holdfast_core.store.commit import ShardUploader
-from holdfast_core.store.rules import SELF_CONTAINED, StoredAs, UploadQueue
 from holdfast_core.store.tier import ObjectTier
 
-LEFT_OUT = "newer steps were saved while it waited for the store"
-_MAX_OUTCOMES = 64
-_ROUND = re.compile(r"r\d{6}", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a checkpoint that was to be uploaded."""
-
-    checkpoint: CheckpointId
-    failure: str = ""
-    """Why it will not be uploaded. "" if it is in the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What became of the upload of one shard."""
-
-    rank: Rank
-    blake3: Digest
-    stored: StoredAs = SELF_CONTAINED
-    failure: str = ""
-    """Why it will not be uploaded. "" if it is in the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class UploadState:
-    """Contents of state.json."""
-
-    queue: UploadQueue = field(default_factory=UploadQueue)
-    outcomes: tuple[Outcome, ...] = ()
-    """The newest outcomes, the oldest first."""
-    over: str = ""
-    """Why nothing more is uploaded: another run has taken the store. "" while uploads go on."""
-    conditional_put: bool = True
-    """Whether the store respects If-None-Match."""
-
-    def ended(self, checkpoint: CheckpointId, failure: str = "") -> UploadState:
-        """Return the state after a checkpoint was uploaded or given up."""
-        return replace(
-            self,
-            queue=self.queue.without(checkpoint),
-            outcomes=(*self.outcomes, Outcome(checkpoint, failure))[-_MAX_OUTCOMES:],
-        )
-
-    def with_committed(
-        self, checkpoints: Iterable[CheckpointId]
-    ) -> tuple[UploadState, tuple[CheckpointId, ...]]:
-        """Return the state after checkpoints were committed, and those that are left out."""
-        state, left_out = self, list[CheckpointId]()
-        ended = {one.checkpoint for one in self.outcomes}
-        for checkpoint in checkpoints:
-            if checkpoint in ended:
-                continue
-            queue, oldest = state.queue.added(checkpoint)
-            state = replace(state, queue=queue)
-            if oldest is not None:
-                left_out.append(oldest)
-                state = state.ended(oldest, LEFT_OUT)
-        return state, tuple(left_out)
-
-
-class UploadFiles:
-    """The files of one round.
-
-    Args:
-        directory: The folder's `store` directory.
-        round_: The round of this run.
-    """
-
-    def __init__(self, directory: Path, round_: RestartRound) -> None:
-        self._root = directory
-        self._directory = directory / f"r{round_:06d}"
-
-    def read(self) -> UploadState | None:
-        """Return the state, or None where the leader has written none."""
-        try:
-            return codec.loads(UploadState, read_document(self._directory / "state.json"))
-        except HoldfastError:
-            return None
-
-    @property
-    def are_removed(self) -> bool:
-        """Whether the directory of the files is gone: a later run has removed it."""
-        return not self._directory.exists()
-
-    def write(self, state: UploadState) -> None:
-        """Write the state, and remove the records of shards that are no longer needed."""
-        replace_document(self._directory / "state.json", codec.dumps(state))
-        names = set(map(str, state.queue.wanted))
-        with contextlib.suppress(OSError):
-            for path in self._directory.iterdir():
-                if path.is_dir() and path.name not in names:
-                    shutil.rmtree(path, ignore_errors=True)
-
-    def add(self, checkpoint: CheckpointId, share: Share) -> None:
-        """Record what became of a shard of the checkpoint."""
-        path = self._directory / str(checkpoint) / f"{share.rank}.json"
-        replace_document(path, codec.dumps(share))
-
-    def share(self, checkpoint: CheckpointId, rank: Rank) -> Share | None:
-        """Return the record of a rank's shard, or None."""
-        try:
-            path = self._directory / str(checkpoint) / f"{rank}.json"
-            return codec.loads(Share, read_document(path))
-        except HoldfastError:
-            return None
-
-    def remove_older(self) -> None:
-        """Remove the files of other rounds, whose runs upload nothing more."""
-        with contextlib.suppress(OSError):
-            for path in self._root.iterdir():
-                if _ROUND.fullmatch(path.name) and path.name < self._directory.name:
-                    shutil.rmtree(path, ignore_errors=True)
-
-
 logger = logging.getLogger(__name__)
-
 
 _UNREAD_ATTEMPTS = 5
 """Uploads of a shard that fail because the disk does not return it, after which newer steps are uploaded."""
@@ -210,7 +80,7 @@ class ShareUploader:
             if self._tier is not None:
                 self._tier.close()
 
-    def upload(self, request: PersistRequest, files: UploadFiles, conditional_put: bool) -> None:
+    def upload(self, request: PersistRequest, conditional_put: bool) -> None:
         """Upload what this persister is responsible for, and record it. A repeated call does nothing.
 
         Raises what the store raises.
@@ -225,7 +95,8 @@ class ShareUploader:
                 raise
             return  # the leader finds that out, too
         for rank in self._own(manifest):
-            files.add(checkpoint, self._share(manifest, rank, request, conditional_put))
+            record = self._upload(manifest, rank, request, conditional_put)
+            self._folder.committer.files(self._folder.round).write(record)
             failpoint("uploads.share_recorded")
         self._done = request
 
@@ -246,11 +117,14 @@ class ShareUploader:
         world, own = self._folder.options.world_size, self._folder.options.own_ranks
         return [shard.rank for shard in manifest.shards if shard.rank % world in own]
 
-    def _share(
+    def _upload(
         self, manifest: Manifest, rank: Rank, request: PersistRequest, conditional_put: bool
-    ) -> Share:
-        """Upload one shard with its layout, and return how the store holds it."""
-        ref, tier = manifest.ref(rank), self.tier(conditional_put)
+    ) -> Record:
+        """Upload one shard with its layout, and return how the store holds it, or why it never will."""
+        ref, tier, named = manifest.ref(rank), self.tier(conditional_put), manifest.shards[rank]
+        info = ShardInfo(rank, named.payload_bytes, named.blake3, named.chunk_table)
+        shard = ReportedShard(ref.step, ref.round, info, None)
+        failure = ""
         try:
             if self._folder.tier.look_up(ref) is None:
                 raise NotFoundError(f"the folder has lost the shard {ref}")
@@ -258,13 +132,15 @@ class ShareUploader:
             stored = self._shard_uploader(tier).upload(ref, request)
             failpoint("uploads.after_shard")
         except AlreadyExistsError as error:
-            return Share(rank, ref.blake3, failure=f"the store holds other bytes: {error}")
+            failure = f"the store holds other bytes: {error}"
         except (NotFoundError, CorruptionError) as error:
-            failure = self._failure(ref, error)
-            if failure is None:
+            why = self._failure(ref, error)
+            if why is None:
                 raise
-            return Share(rank, ref.blake3, failure=failure)
-        return Share(rank, ref.blake3, stored)
+            failure = why
+        else:
+            shard = replace(shard, uploaded=True, base=stored.base, references=stored.references)
+        return Record(shard, manifest.world_size, failure=failure)
 
     def _failure(self, ref: ShardRef, error: HoldfastError) -> str | None:
         """Return why the shard will never be uploaded. None if it is good, so that the store is at fault."""

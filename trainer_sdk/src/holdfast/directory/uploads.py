@@ -23,10 +23,12 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.directory.choice import JOB_UID, NAMESPACE, candidates
+from holdfast.directory.commit import remove_older
 from holdfast.directory.folder_store import FolderStore, ForeignTrainingError
 from holdfast.directory.open_folder import OpenFolder
+from holdfast.directory.plan import LEFT_OUT, FolderPlan, PlanFile, not_uploaded
 from holdfast.directory.processes import Claim, claim_checkpoint
-from holdfast.directory.share import LEFT_OUT, GoneError, ShareUploader, UploadFiles, UploadState
+from holdfast.directory.share import GoneError, ShareUploader
 from holdfast_core.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -36,10 +38,9 @@ from holdfast_core.errors import (
 )
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.manifest import Manifest
-from holdfast_core.ids import CheckpointId, Level, Rank, age_of
+from holdfast_core.ids import CheckpointId, age_of
 from holdfast_core.messages.schema import (
     STORE_TAKEN,
-    LevelReached,
     PersistRequest,
     Reference,
     RestorePoint,
@@ -81,11 +82,12 @@ class FolderUploads:
         self._store = store
         self._keep_last = keep_last
         self._leads = folder.options.leads
-        self._files = UploadFiles(folder.options.root / "store", folder.round)
+        self._files = folder.committer.files(folder.round)
+        self._plan_file = PlanFile(self._files.path / "plan.json")
         self._shares = ShareUploader(folder, store, background.take)
         self._lock = threading.Condition()
         self._taking = threading.Lock()
-        self._state = UploadState()
+        self._plan = FolderPlan()
         self._incoming: list[CheckpointId] = []
         """Committed checkpoints that this process has not seen an outcome of."""
         self._told: set[CheckpointId] = set()
@@ -94,7 +96,7 @@ class FolderUploads:
         """The checkpoint that is being uploaded, which no process may delete, and its claim."""
         # A persister that replaces another one in its round continues what that one has begun: the trainer
         # may wait for an upload, and neither takes the store again nor saves before.
-        self._is_training = self._files.read() is not None or any(
+        self._is_training = self._plan_file.read() is not None or any(
             checkpoint.round == folder.round for checkpoint in candidates(folder.tier)
         )
         self._is_taken = False
@@ -113,9 +115,9 @@ class FolderUploads:
         """Send outcomes to this connection from now on, and those that are known now."""
         with self._lock:
             self._pushes.append(push)
-            state = self._state
-        for outcome in state.outcomes:
-            push(_message(outcome.checkpoint, outcome.failure, state.over))
+            plan = self._plan
+        for message in plan.outcomes.values():
+            push(message)
 
     def take(self) -> None:
         """Take the store for this run, before its first step.
@@ -144,9 +146,9 @@ class FolderUploads:
             self._is_training = self._is_woken = True
             self._incoming.append(checkpoint)
             self._lock.notify_all()
-            state = self._state
-        if state.over:
-            self._set_state(state)  # the thread does nothing more
+            plan = self._plan
+        if plan.over:
+            self._set_plan(plan)  # the thread does nothing more
 
     @property
     def wanted(self) -> frozenset[CheckpointId]:
@@ -156,10 +158,10 @@ class FolderUploads:
         thread waits for the store.
         """
         with self._lock:
-            if self._state.over:
+            if self._plan.over:
                 return frozenset()
-            state, _ = self._state.with_committed(self._incoming)
-            return frozenset(state.queue.wanted)
+            plan, _ = self._plan.with_committed(self._incoming)
+            return frozenset(plan.queue.wanted)
 
     def finish(self, longest_seconds: float) -> bool:
         """Upload what is committed, then stop. Return whether all of it is in the store.
@@ -175,7 +177,7 @@ class FolderUploads:
                     longest_seconds,
                 )
             done = self._lock.wait_for(self._is_done, longest_seconds)
-            failed = any(outcome.failure for outcome in self._state.outcomes[-1:])
+            newest = max(self._plan.outcomes.items(), key=lambda one: age_of(one[0]), default=None)
         if not done:
             logger.warning(
                 "the last checkpoints are not in %s: they are in the folder, and the next run that uses "
@@ -185,7 +187,7 @@ class FolderUploads:
         self._close()
         self._thread.join(_END_SECONDS if done else 0.0)  # old checkpoints may still be deleted
         self._shares.close()
-        return done and not failed
+        return done and not (newest is not None and isinstance(newest[1], SaveFailed))
 
     def abort(self) -> None:
         """Stop without uploading what waits."""
@@ -240,32 +242,32 @@ class FolderUploads:
         self._logged, self._pause_seconds = "", _FIRST_PAUSE_SECONDS
 
     def _is_done(self) -> bool:
-        if self._state.over or not self._is_training:
+        if self._plan.over or not self._is_training:
             return True
-        return not self._incoming and not self._state.queue.wanted
+        return not self._incoming and not self._plan.queue.wanted
 
     # ------------------------------------------------------------------ every persister but the leader's
 
     def _follow(self) -> float:
-        state = self._files.read()
-        if state is None:
-            if self._state != UploadState() and self._files.are_removed:
-                self._set_state(replace(self._state, over="a later run has taken the store"))
+        plan = self._plan_file.read()
+        if plan is None:
+            if self._plan != FolderPlan() and not self._plan_file.path.exists():
+                self._set_plan(replace(self._plan, over="a later run has taken the store"))
             return _POLL_SECONDS
-        if state.queue.request is not None:
-            self._shares.upload(state.queue.request, self._files, state.conditional_put)
-        self._set_state(state)
+        if plan.queue.request is not None:
+            self._shares.upload(plan.queue.request, plan.conditional_put)
+        self._set_plan(plan)
         return _POLL_SECONDS
 
     # ------------------------------------------------------------------ the leader
 
     def _lead(self) -> float:
         with self._lock:
-            if not self._is_training or self._state.over:
+            if not self._is_training or self._plan.over:
                 return _POLL_SECONDS
         self._take()
         self._accept()
-        checkpoint = self._state.queue.first
+        checkpoint = self._plan.queue.first
         self._claim_checkpoint(checkpoint)
         if checkpoint is None:
             self._sweep()
@@ -275,7 +277,7 @@ class FolderUploads:
         except TakenError:
             raise
         except (GoneError, AlreadyExistsError) as error:
-            self._write(self._state.ended(checkpoint, str(error)))
+            self._write(self._plan.given_up(checkpoint, str(error)))
             return 0.0
 
     def _claim_checkpoint(self, checkpoint: CheckpointId | None) -> None:
@@ -299,11 +301,11 @@ class FolderUploads:
             folder = self._folder
             self._store.take(folder.round, has_checkpoints=folder.has_checkpoints)
             failpoint("uploads.taken")
-            self._files.remove_older()
-            state = self._files.read() or UploadState()
-            state, left_out = state.with_committed(self._missing())
+            remove_older(folder.committer.records_dir, folder.round)
+            plan = self._plan_file.read() or FolderPlan()
+            plan, left_out = plan.with_committed(self._missing())
             self._warn_of(left_out)
-            self._write(replace(state, conditional_put=self._store.has_conditional_put))
+            self._write(replace(plan, conditional_put=self._store.has_conditional_put))
             self._is_taken = True
 
     def _missing(self) -> list[CheckpointId]:
@@ -330,10 +332,10 @@ class FolderUploads:
         """Queue what was committed. Checkpoints that wait behind newer ones for too long are left out."""
         with self._lock:
             incoming = tuple(self._incoming)
-        state, left_out = self._state.with_committed(incoming)
+        plan, left_out = self._plan.with_committed(incoming)
         self._warn_of(left_out)
-        if state != self._state:
-            self._write(state)
+        if plan != self._plan:
+            self._write(plan)
         with self._lock:
             self._incoming = [c for c in self._incoming if c not in incoming]
 
@@ -350,9 +352,9 @@ class FolderUploads:
 
     def _persist(self, checkpoint: CheckpointId) -> float:
         """Continue the upload of a checkpoint. Return the seconds after which to continue."""
-        tier = self._shares.tier(self._state.conditional_put)
-        request = self._state.queue.request or self._request(tier)
-        self._shares.upload(request, self._files, self._state.conditional_put)
+        tier = self._shares.tier(self._plan.conditional_put)
+        request = self._plan.queue.request or self._request(tier)
+        self._shares.upload(request, self._plan.conditional_put)
         manifest = self._shares.manifest(checkpoint)
         stored = self._gathered(manifest)
         if stored is None:
@@ -364,22 +366,22 @@ class FolderUploads:
             logger.warning(
                 "%s refers to chunks that the store lost: uploading it whole", checkpoint
             )
-            self._write(replace(self._state, queue=self._state.queue.requested_whole()))
+            self._write(replace(self._plan, queue=self._plan.queue.requested_whole()))
             return 0.0
         failpoint("uploads.after_commit")
-        self._write(self._state.ended(checkpoint))
+        self._write(self._plan.persisted(checkpoint))
         self._retain()
         return 0.0
 
     def _request(self, tier: ObjectTier) -> PersistRequest:
         """Request the upload of the first checkpoint of the queue from all persisters."""
-        base, older = self._state.queue.base(self._store.checkpoints()), tuple[Reference, ...]()
+        base, older = self._plan.queue.base(self._store.checkpoints()), tuple[Reference, ...]()
         point = None
         if base is not None:
             point = RestorePoint(base.step, base.round)
             older = references_beside(tier, NAMESPACE, JOB_UID, base)
-        queue, request = self._state.queue.requested(self._folder.round, point, older)
-        self._write(replace(self._state, queue=queue))
+        queue, request = self._plan.queue.requested(self._folder.round, point, older)
+        self._write(replace(self._plan, queue=queue))
         return request
 
     def _gathered(self, manifest: Manifest) -> list[StoredAs] | None:
@@ -388,21 +390,26 @@ class FolderUploads:
         Raises GoneError if a persister cannot upload its shard.
         """
         found: list[StoredAs] = []
-        for shard in manifest.shards:
-            share = self._files.share(manifest.checkpoint, Rank(shard.rank))
-            if share is None or share.blake3 != shard.blake3:
+        for named in manifest.shards:
+            try:
+                record = self._files.read(manifest.checkpoint, named.rank)
+            except HoldfastError:
                 return None
-            if share.failure:
-                raise GoneError(share.failure)
-            if not self._state.queue.counts(manifest.checkpoint, share.stored):
+            shard = record.shard
+            if shard.shard.blake3 != named.blake3:
                 return None
-            found.append(share.stored)
+            if record.failure:
+                raise GoneError(record.failure)
+            stored = StoredAs(shard.base, shard.references)
+            if not (shard.uploaded and self._plan.queue.counts(manifest.checkpoint, stored)):
+                return None
+            found.append(stored)
         return found
 
     def _retain(self) -> None:
         """Delete the checkpoints of the store that are not kept."""
         kept = {self._folder.protected, *self.wanted}
-        tier = self._shares.tier(self._state.conditional_put)
+        tier = self._shares.tier(self._plan.conditional_put)
         for checkpoint in self._newest_stored()[self._keep_last :]:
             if checkpoint not in kept:
                 failpoint("uploads.before_delete")
@@ -415,7 +422,7 @@ class FolderUploads:
         self._sweep_at = time.monotonic() + _SWEEP_SECONDS
         # Another run may be uploading again what this one takes for the rest of an old upload.
         self._store.expect_newest(self._folder.round)
-        tier = self._shares.tier(self._state.conditional_put)
+        tier = self._shares.tier(self._plan.conditional_put)
         tier.abort_stale(NAMESPACE, JOB_UID, STALE_UPLOADS)
         tier.sweep(NAMESPACE, JOB_UID, self._folder.round, QUIET, lambda: self.wanted)
 
@@ -424,57 +431,51 @@ class FolderUploads:
 
     # ------------------------------------------------------------------ outcomes
 
-    def _write(self, state: UploadState) -> None:
-        self._files.write(state)
-        self._set_state(state)
+    def _write(self, plan: FolderPlan) -> None:
+        self._plan_file.write(plan)
+        self._set_plan(plan)
 
-    def _set_state(self, state: UploadState) -> None:
-        """Take over a state, and send the outcomes that are new to the rank.
+    def _set_plan(self, plan: FolderPlan) -> None:
+        """Take over a plan, and send the outcomes that are new to the rank.
 
-        A checkpoint that the state has passed over, or that comes after the end, fails: its outcome was
+        A checkpoint that the plan has passed over, or that comes after the end, fails: its outcome was
         one of too many, or no process will write it.
         """
         with self._lock:
-            self._state = state
-            outcomes = {o.checkpoint: o.failure for o in state.outcomes}
-            new = {c: failure for c, failure in outcomes.items() if c not in self._told}
-            waiting = state.queue.wanted
+            self._plan = plan
+            outcomes = plan.outcomes
+            new = {c: message for c, message in outcomes.items() if c not in self._told}
+            waiting = plan.queue.wanted
             passed = max(map(age_of, (*outcomes, *waiting)), default=(-1, -1))
             incoming = [c for c in self._incoming if c not in outcomes]
             self._incoming = []
             for checkpoint in incoming:
-                if state.over:
-                    new[checkpoint] = state.over
+                if plan.over:
+                    new[checkpoint] = not_uploaded(checkpoint, plan.over, STORE_TAKEN)
                 elif checkpoint in waiting or age_of(checkpoint) > passed:
                     self._incoming.append(checkpoint)
                 else:
-                    new[checkpoint] = LEFT_OUT
+                    new[checkpoint] = not_uploaded(checkpoint, LEFT_OUT)
             self._told = set(outcomes)
             pushes = tuple(self._pushes)
             self._lock.notify_all()
-        for checkpoint, failure in new.items():
+        for message in new.values():
             for push in pushes:
-                push(_message(checkpoint, failure, state.over))
+                push(message)
+        if self._leads:
+            for checkpoint in new:
+                self._files.forget(checkpoint)
 
     def _end(self, error: Exception) -> None:
         """Upload nothing more, and fail what waits: the store belongs to another run or training."""
         logger.error("%s: %s", self._store.url, error)
         with self._lock:
-            waiting = [*self._state.queue.wanted, *self._incoming]
-        state = replace(self._state, over=str(error))
+            waiting = [*self._plan.queue.wanted, *self._incoming]
+        plan = replace(self._plan, over=str(error))
         for checkpoint in dict.fromkeys(waiting):
-            state = state.ended(checkpoint, str(error))
+            plan = plan.given_up(checkpoint, str(error), STORE_TAKEN)
         try:
-            self._write(state)
+            self._write(plan)
         except HoldfastError as failure:  # the run that took the store has removed the directory
             logger.info("%s", failure)
-            self._set_state(state)
-
-
-def _message(checkpoint: CheckpointId, failure: str, over: str) -> LevelReached | SaveFailed:
-    """Return the message about a checkpoint. `over` is why all uploads have ended, or ""."""
-    step, round_ = checkpoint.step, checkpoint.round
-    if failure:
-        reason = STORE_TAKEN if failure == over else "NotUploaded"
-        return SaveFailed(step, round_, Level.PERSISTED, reason, failure)
-    return LevelReached(step, round_, Level.PERSISTED)
+            self._set_plan(plan)
