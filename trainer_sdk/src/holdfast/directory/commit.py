@@ -28,11 +28,27 @@ from holdfast.directory.processes import claimed_checkpoints, holder
 from holdfast_core.errors import ConfigError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.format.rank_layout import LayoutDigests
-from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, ShardRef, Step, age_of
+from holdfast_core.ids import (
+    CheckpointId,
+    Digest,
+    Level,
+    Rank,
+    RestartRound,
+    ShardRef,
+    Step,
+    age_of,
+)
 from holdfast_core.messages import codec
 from holdfast_core.messages.schema import ReportedShard
 from holdfast_core.node.documents import read_document, replace_document
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.retention import (
+    Committed,
+    RetentionPolicy,
+    RetentionReason,
+    RetentionState,
+    plan_retention,
+)
 from holdfast_core.save.place import info_of
 from holdfast_core.shards.file import ShardRecord
 
@@ -258,14 +274,20 @@ class Committer:
     ) -> None:
         committed = self._committed()
         if leader:
-            extra = committed[: -self.keep_last] if self.keep_last else []
-            being_read = claimed_checkpoints(self.records_dir.parent) if extra else frozenset()
-            for checkpoint in extra:
-                # The restore point of this run stays, to which a restart can return.
-                is_kept = checkpoint == newest or checkpoint in protected
-                if not is_kept and checkpoint not in being_read:
-                    self.tier.delete_checkpoint(JOB_UID, checkpoint)
-                    committed.remove(checkpoint)
+            # The restore point of this run stays, to which a restart can return.
+            needed = {
+                RetentionReason.BEING_READ: claimed_checkpoints(self.records_dir.parent),
+                RetentionReason.RESTORE_POINT: {newest, *protected},
+            }
+            state = RetentionState(
+                tuple(Committed(checkpoint, Level.LOCAL) for checkpoint in committed),
+                RetentionPolicy(self.keep_last or None),
+                needed,
+                protecting_level=Level.LOCAL,
+            )
+            for verdict in plan_retention(state).prune:
+                self.tier.delete_checkpoint(JOB_UID, verdict.checkpoint)
+                committed.remove(verdict.checkpoint)
             self._drop_old_records(newest, protected)
         known = set(committed)
         for record in self.tier.list_shards():
