@@ -34,7 +34,6 @@ from holdfast_core.messages.schema import (
     GangRequest,
     Inventory,
     ListedManifest,
-    ManifestDocument,
     Ok,
     Prune,
     PruneReply,
@@ -392,7 +391,7 @@ class LocalCluster:
     async def _stored(self, address: str, pod: str, inventory: Inventory) -> InventoryView:
         async def fetch(listed: ListedManifest) -> bytes | None:
             path = f"/v1/manifest?step={listed.step}&round={listed.round}"
-            return (await self._call(address, pod, path, None, ManifestDocument)).manifest.encode()
+            return await self._call(address, pod, path, None, bytes)
 
         spec = self.job.spec
         return await self._manifests.view(inventory, spec.workers * spec.procs_per_worker, fetch)
@@ -410,7 +409,7 @@ class LocalCluster:
     async def _call(
         self, address: str, pod: str, path: str, message: Any | None, reply: type[T]
     ) -> T:
-        """Post a message, or get the path if there is none."""
+        """Post a message, or get the path if there is none. `bytes` is a document as it is."""
         assert self._session is not None
         url = f"https://{address.rpartition(':')[0]}{path}"
         async with self._session.request(
@@ -425,7 +424,7 @@ class LocalCluster:
             if response.status != 200:
                 self.events.append(f"{path} to {pod}: {response.status} {body.decode()}")
                 raise aiohttp.ClientError(f"{path}: {response.status}")
-            return loads(reply, body)
+            return body if isinstance(body, reply) else loads(reply, body)
 
     async def _poll_coordinator(self) -> None:
         while True:

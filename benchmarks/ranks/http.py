@@ -41,36 +41,6 @@ class _Incoming:
         return head, body
 
 
-class Served(asyncio.Protocol):
-    """One connection of a coordinator or of another sidecar to a played member."""
-
-    def __init__(self, answer: Answer, name_of: Callable[[ssl.SSLObject], str]) -> None:
-        self._answer = answer
-        self._name_of = name_of
-        self._incoming = _Incoming()
-        self._name = ""
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._name = self._name_of(transport.get_extra_info("ssl_object"))
-
-    def data_received(self, data: bytes) -> None:
-        assert self._transport is not None
-        self._incoming.add(data)
-        while (message := self._incoming.message()) is not None:
-            head, body = message
-            method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
-            reply = self._answer(self._name, method, path, body)
-            self._transport.write(
-                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
-                + str(len(reply)).encode()
-                + b"\r\n\r\n"
-                + reply
-            )
-
-
 class _Replies(asyncio.Protocol):
     def __init__(self) -> None:
         self._incoming = _Incoming()

@@ -70,7 +70,8 @@ def cost_of(state: PlayedState) -> LayoutCost:
             message = WorkerReport(RestartRound(0), Worker(rank), shards=(listed,))
             found.append(codec.dumps(message))
     workers = tuple(Worker(worker) for worker in range(state.world_size))
-    ledger = Ledger(RestartRound(0), state.world_size, workers, expects_copies=False)
+    first = frozenset({Rank(0)})
+    ledger = Ledger(RestartRound(0), state.world_size, workers, first=first, expects_copies=False)
     seconds: list[float] = []
     manifest = b""
     for found in bodies.values():

@@ -15,26 +15,22 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import resource
-import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.ranks.gang import SMALL, STATES, Gang, address_of, pod_name, small_layout
-from benchmarks.ranks.http import Client, Served
+from benchmarks.ranks.http import Client
 from benchmarks.ranks.states import PlayedState
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.codec import dumps, loads
-from holdfast_core.messages.report import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.schema import (
-    ManifestDocument,
     Ok,
     Plan,
     RankProgress,
@@ -42,18 +38,17 @@ from holdfast_core.messages.schema import (
     ReportedShard,
     ShardInfo,
     WorkerReport,
+    WorkerReports,
 )
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_sidecar.wire.relaying import is_newer
 from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
 
 T = TypeVar("T")
 
-_STEP = re.compile(rb'"step":(\d+)')
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.2, 10.0
 """Pauses between two attempts to send a message. They are those of a sidecar (base/settings.py)."""
 _TRIES = 40
-_NAMED = "played_name"
-"""Attribute of an SSLObject: the server name that the caller asked for, which says whom it means."""
 
 
 @dataclass(slots=True)
@@ -70,19 +65,28 @@ class Now:
         return worker // gang.fan_in * gang.fan_in
 
 
-class GroupMail:
-    """What the relay of a played group sends to the coordinator: letters that come together go together."""
+class Group:
+    """What a group of workers shares: its relay reports for all, and gets the plan and manifests for them."""
 
     def __init__(self, now: Now, relay: Callable[[], PlayedMember]) -> None:
         self._now = now
         self._relay = relay
-        self._waiting: list[tuple[Letter, asyncio.Future[bytes]]] = []
+        self._waiting: list[tuple[WorkerReport, asyncio.Future[Ok]]] = []
         self._sending: asyncio.Task[None] | None = None
+        self._manifests: dict[Step, asyncio.Task[bytes]] = {}
+        self.members: dict[int, PlayedMember] = {}
 
-    async def deliver(self, path: str, member: PlayedMember, body: bytes) -> bytes:
-        """Send a letter of a member of the group and return the coordinator's reply."""
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting.append((Letter(path, (member.worker,), body), answer))
+    async def manifest(self, step: Step, round_: RestartRound) -> bytes:
+        """Return a manifest, which the relay fetches once for its group."""
+        if step not in self._manifests:
+            coming = asyncio.create_task(self._relay().get_manifest(step, round_))
+            self._manifests = {step: coming}
+        return await self._manifests[step]
+
+    async def report(self, report: WorkerReport) -> Ok:
+        """Send the report of a member with others, and return the coordinator's reply."""
+        answer: asyncio.Future[Ok] = asyncio.get_running_loop().create_future()
+        self._waiting.append((report, answer))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send())
         return await answer
@@ -90,14 +94,10 @@ class GroupMail:
     async def _send(self) -> None:
         while self._waiting:
             sent, self._waiting = self._waiting, []
-            message = Relay(self._now.round, tuple(letter for letter, _ in sent))
-            reply = await self._relay().relay(message)
-            for (letter, future), answer in zip(sent, reply.answers, strict=True):
-                if answer.status == 200:
-                    future.set_result(answer.body)
-                else:
-                    await asyncio.sleep(_FIRST_PAUSE_SECONDS)
-                    self._waiting.append((letter, future))
+            reports = WorkerReports(self._now.round, tuple(report for report, _ in sent))
+            reply = await self._relay().send(reports, Ok, to=0)
+            for _, future in sent:
+                future.set_result(reply)
 
 
 class PlayedMember:
@@ -109,11 +109,11 @@ class PlayedMember:
         worker: int,
         birth_round: int,
         now: Now,
-        mail: GroupMail,
+        group: Group,
         state: PlayedState | None,
     ) -> None:
         self._gang = gang
-        self._mail = mail
+        self._group = group
         self._now = now
         self.worker = Worker(worker)
         self.rank = Rank(worker)
@@ -123,13 +123,14 @@ class PlayedMember:
         self._payload_bytes = layout.payload_bytes
         self._digests = layout_digests(layout.to_bytes())
         files = TlsFiles.in_directory(gang.certificates(self.pod))
-        self.server = server_context(files)
-        self._client = Client(client_context(files), address_of(worker))
-        self._has_plan = False
+        self._client, self._plans = (
+            Client(client_context(files), address_of(worker)) for _ in range(2)
+        )
+        self._following: asyncio.Task[None] | None = None
         self._table: dict[Step, ReportedShard] = {}
         self._known: set[ReportedShard] = set()
         """The shards that the coordinator has received."""
-        self._replicating: dict[Step, asyncio.Task[None]] = {}
+        self._storing: dict[Step, asyncio.Task[None]] = {}
         self._levels: dict[Step, set[Level]] = {}
         self._reached: dict[tuple[Step, Level], asyncio.Event] = {}
 
@@ -143,31 +144,72 @@ class PlayedMember:
 
     # ------------------------------------------------------------------ what it sends
 
-    async def send(self, message: Any, reply: type[T]) -> T:
-        """Send a message to the coordinator until it is accepted, and return the reply."""
+    @property
+    def _relay(self) -> int:
+        return self._now.relay(self._gang, self.worker)
+
+    async def send(self, message: Any, reply: type[T], *, to: int) -> T:
+        """Send a message to a real sidecar until it is accepted, and return the reply."""
         head = (
             f"POST {PATHS[type(message)]} HTTP/1.1\r\n{ROUND_HEADER}: {message.round}\r\n"
             "Content-Type: application/json"
         )
-        relay = self._now.relay(self._gang, self.worker)
-        if relay in self._now.where:
-            return loads(reply, await self._request(relay, head, dumps(message)))
-        return loads(reply, await self._mail.deliver(PATHS[type(message)], self, dumps(message)))
+        return loads(reply, await self._request(to, head, dumps(message)))
 
-    async def get_manifest(self, step: Step, round_: RestartRound) -> ManifestDocument:
+    async def _send_report(self, report: WorkerReport) -> Ok:
+        if self._relay in self._now.where:
+            return await self.send(WorkerReports(report.round, (report,)), Ok, to=self._relay)
+        return await self._group.report(report)
+
+    def _begin_to_follow(self) -> None:
+        """Begin to keep up with the plan, if this member gets it from a real sidecar."""
+        if self._following is not None:
+            return
+        if self._relay in self._now.where:
+            self._following = asyncio.create_task(self._follow(self._relay, {self.worker: self}))
+        elif self._relay == self.worker:
+            self._following = asyncio.create_task(self._follow(0, self._group.members))
+
+    async def _follow(self, source: int, members: Mapping[int, PlayedMember]) -> None:
+        """Request each newer plan, and have it carried out by these members."""
+        plan = Plan(self._now.round)
+        name = self._gang.server_name(pod_name(source, 0))
+        while True:
+            known = f"coordinator={plan.coordinator}&since={plan.version}"
+            head = f"GET /v1/plan?round={plan.round}&{known}&timeout=20 HTTP/1.1"
+            try:
+                where = self._now.where[source]
+                status, reply = await self._plans.request(where, name, head, b"")
+            except OSError:
+                status, reply = 0, b""
+            if plan.round != self._now.round:
+                plan = Plan(self._now.round)
+            if status != 200:
+                await asyncio.sleep(_FIRST_PAUSE_SECONDS)
+                continue
+            found = loads(Plan, reply)
+            if found.round != plan.round:
+                await asyncio.sleep(_FIRST_PAUSE_SECONDS)
+                continue
+            if is_newer(found, plan.coordinator, plan.version):
+                plan = found
+                for member in tuple(members.values()):
+                    member.take(plan)
+
+    async def get_manifest(self, step: Step, round_: RestartRound, of: int = 0) -> bytes:
+        """Request a manifest from a real sidecar."""
         head = f"GET /v1/manifest?step={step}&round={round_} HTTP/1.1"
-        return loads(ManifestDocument, await self._request(0, head, b""))
+        return await self._request(of, head, b"")
 
-    async def relay(self, message: Relay) -> RelayReply:
-        """Send letters of this member's group to the coordinator."""
-        head = f"POST /v1/relay HTTP/1.1\r\n{ROUND_HEADER}: {message.round}"
-        return decode(RelayReply, await self._request(0, head, encode(message)))
-
-    async def _request(self, to: int, head: str, body: bytes) -> bytes:
+    async def _request(
+        self, to: int, head: str, body: bytes, client: Client | None = None
+    ) -> bytes:
         name = self._gang.server_name(pod_name(to, 0))
         for attempt in range(_TRIES):
             try:
-                status, reply = await self._client.request(self._now.where[to], name, head, body)
+                status, reply = await (client or self._client).request(
+                    self._now.where[to], name, head, body
+                )
             except OSError:
                 status, reply = 0, b"the connection was closed"
             if status == 200:
@@ -185,22 +227,30 @@ class PlayedMember:
             rehydrate_seconds=1.0,
             barrier_open=True,
             saves=() if saved is None else (saved,),
-            shards=tuple(s for s in self._table.values() if s not in self._known),
+            shards=tuple(self._unknown()),
             has_all_shards=not self._known,
-            has_plan=self._has_plan,
         )
         sent = set(self._table.values())
-        if (await self.send(report, Ok)).wants_shards:
+        if self.worker in (await self._send_report(report)).wants_shards:
             self._known = set()
             await self.report(step)
         else:
             self._known = sent
 
+    def _unknown(self) -> Iterator[ReportedShard]:
+        """Yield what the coordinator does not know of the table. It needs each layout once."""
+        described = {(s.step, s.shard) for s in self._known}
+        for shard in self._table.values():
+            if shard not in self._known:
+                known = (shard.step, shard.shard) in described
+                yield replace(shard, layout=None) if known else shard
+
     def begin_round(self) -> None:
         """Forget the table of the round before, as a sidecar does when it is sealed."""
         self._table.clear()
+        self._storing.clear()
         self._known.clear()
-        self._has_plan = False
+        self._begin_to_follow()
 
     async def commit(self, step: Step) -> None:
         """Prepare a step, and wait until the coordinator has sent its level REPLICATED."""
@@ -213,31 +263,29 @@ class PlayedMember:
         if level not in self._levels.get(step, ()):
             await self._reached.setdefault((step, level), asyncio.Event()).wait()
 
-    async def _replicate(self, step: Step) -> None:
+    async def _store(self, step: Step) -> None:
+        """Fetch a manifest, and report that this node has it, and then that all copies of the shard exist.
+
+        The document is not parsed: each member does that on a machine of its own.
+        """
+        if self._relay in self._now.where:
+            await self.get_manifest(step, self._now.round, self._relay)
+        else:
+            await self._group.manifest(step, self._now.round)
+        self._table[step] = replace(self._table[step], committed=True)
+        await self.report(step)
         self._table[step] = replace(self._table[step], replicated=True)
         await self.report(step)
 
     def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
         self._client.close()
+        self._plans.close()
 
-    # ------------------------------------------------------------------ what it answers
+    # ------------------------------------------------------------------ the plan
 
-    def answer(self, path: str, body: bytes) -> bytes:
-        match path.partition("?")[0]:
-            case "/v1/manifest":
-                # The document is not parsed: each member does that on a machine of its own.
-                found = _STEP.search(body[:200])
-                assert found is not None
-                step = Step(int(found.group(1)))
-                self._replicating[step] = asyncio.create_task(self._replicate(step))
-            case "/v1/plan":
-                self._take(loads(Plan, body))
-            case other:
-                raise SystemExit(f"worker {self.worker} was sent {other}")
-        return dumps(Ok(self._now.round))
-
-    def _take(self, plan: Plan) -> None:
-        self._has_plan = True
+    def take(self, plan: Plan) -> None:
         # A step may be replicated before its level LOCAL was sent here. Then that is not sent any more.
         for found in plan.levels:
             for level in {found.level, Level.LOCAL}:
@@ -246,66 +294,35 @@ class PlayedMember:
                 if waiting is not None:
                     waiting.set()
         self._prune(plan.drop)
+        for point in plan.manifests:
+            if point.step is not None and point.step not in self._storing:
+                self._storing[point.step] = asyncio.create_task(self._store(point.step))
 
     def _prune(self, steps: tuple[Step, ...]) -> None:
         for step in steps:
             self._table.pop(step, None)
             self._levels.pop(step, None)
-            self._replicating.pop(step, None)
+            self._storing.pop(step, None)
 
 
 class Played:
-    """All played members, and the port on which they answer."""
+    """All played members."""
 
     def __init__(self, gang: Gang) -> None:
         self._gang = gang
         self._now = Now(RestartRound(0), 0, {})
         self._state = None if gang.state == SMALL else STATES[gang.state](gang.workers)
-        self._mail: dict[int, GroupMail] = {}
+        self._groups: dict[int, Group] = {}
         self._members: dict[int, PlayedMember] = {}
-        self._names: dict[str, PlayedMember] = {}
-
-    async def start(self) -> None:
-        context = next(iter(self._members.values())).server
-        context.sni_callback = self._chosen
-        for member in self._members.values():
-            member.server.sni_callback = self._chosen
-        loop = asyncio.get_running_loop()
-        await loop.create_server(
-            lambda: Served(self._answer, lambda found: str(vars(found)[_NAMED])),
-            "0.0.0.0",
-            self._gang.port,
-            ssl=context,
-            backlog=4096,
-            ssl_handshake_timeout=120,
-        )
-
-    def _chosen(self, found: ssl.SSLObject, name: str, _: ssl.SSLContext) -> None:
-        found.context = self._names[name].server
-        setattr(found, _NAMED, name)
-
-    def _answer(self, name: str, method: str, path: str, body: bytes) -> bytes:
-        member = self._names[name]
-        if path != "/v1/relay":
-            return member.answer(path, body)
-        message = decode(Relay, body)
-        # The members of a group are in this process: their relay needs no connection to reach them.
-        answers = tuple(
-            Answer(200, self._members[worker].answer(letter.path, letter.body))
-            for letter in message.letters
-            for worker in letter.workers
-        )
-        return encode(RelayReply(message.round, answers))
 
     def add(self, worker: int, birth_round: int) -> None:
         if worker in self._members:
             self._members[worker].close()
         relay = self._now.relay(self._gang, worker)
-        mail = self._mail.setdefault(relay, GroupMail(self._now, lambda: self._members[relay]))
+        group = self._groups.setdefault(relay, Group(self._now, lambda: self._members[relay]))
         state = self._state
-        member = PlayedMember(self._gang, worker, birth_round, self._now, mail, state)
-        self._members[worker] = member
-        self._names[self._gang.server_name(member.pod)] = member
+        member = PlayedMember(self._gang, worker, birth_round, self._now, group, state)
+        self._members[worker] = group.members[worker] = member
 
     async def do(self, command: dict[str, Any]) -> dict[str, Any]:
         """Carry a command out in all members, and return what is known about it."""
@@ -335,7 +352,7 @@ class Played:
                 found = await self._members[command["worker"]].get_manifest(
                     step, RestartRound(command["round"])
                 )
-                extra["bytes"] = len(dumps(found))
+                extra["bytes"] = len(found)
             case other:
                 raise SystemExit(f"unknown command {other}")
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -351,7 +368,6 @@ async def _serve(folder: Path) -> None:
     played = Played(gang)
     for worker in gang.played:
         played.add(worker, 0)
-    await played.start()
     print(json.dumps({"ready": True}), flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):

@@ -37,7 +37,6 @@ ALLOWED = {
     "sidecar.Flow": "It runs each kind of action on the table of own shards, and notes its reply there.",
     "sidecar.Gathered": "It collects each kind of report of the gang for one round.",
     "sidecar.Metrics": METRICS,
-    "sidecar.Outbox": "It keeps what each member has acknowledged, and the messages that members share.",
     "sidecar.Settings": SETTINGS,
     "sidecar.Sidecar": WIRING,
     "sidecar.GangUploads": "One machine decides which uploads run, wait and are repeated.",

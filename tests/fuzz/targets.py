@@ -32,10 +32,9 @@ from holdfast_core.format.keys import parse_key
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.payload import header_bytes, parse_payload, unpack_objects
 from holdfast_core.format.rank_layout import parse_rank_layout
-from holdfast_core.ids import JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step
 from holdfast_core.messages import schema
 from holdfast_core.messages.codec import dumps, loads
-from holdfast_core.messages.report import Answer, Letter, Relay, RelayReply, decode, encode
 from holdfast_core.messages.socket_frames import MESSAGES, UnknownMessage, parse_body, write_frame
 from holdfast_core.node.documents import ROUND_FILE, WORKER_FILE, PodRecords
 from holdfast_core.node.files import DurableDirectories
@@ -87,18 +86,6 @@ def _messages() -> Iterator[Target]:
         if kind.__name__ in MESSAGES:
             frames = tuple(write_frame(example(kind, full=full), 7)[4:] for full in (True, False))
             yield Target(f"frame-{kind.__name__}", _frame, frames)
-    letters = (Letter("/v1/plan", (Worker(1), Worker(2)), b"{}"), Letter("/v1/inventory", (), b""))
-    answers = (Answer(200, b"{}"), Answer(503, b"no answer"))
-    yield Target("relay", _relay(Relay), (encode(Relay(RestartRound(3), letters)),))
-    yield Target("relay-reply", _relay(RelayReply), (encode(RelayReply(RestartRound(3), answers)),))
-
-
-def _relay(kind: type[Any]) -> Callable[[bytes], object]:
-    def parse(data: bytes) -> None:
-        message = decode(kind, data)
-        assert decode(kind, encode(message)) == message
-
-    return parse
 
 
 def _message(kind: type[Any]) -> Callable[[bytes], object]:

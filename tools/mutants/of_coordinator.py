@@ -1,4 +1,4 @@
-"""Mutants of the sidecar's coordinator: the ledger, the plan, the outbox, retention and uploads."""
+"""Mutants of the sidecar's coordinator: the ledger, the plan, retention and uploads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ _TESTS = "tests/sidecar/coordinator/"
 _COMMIT = (f"{_TESTS}test_commit.py",)
 _LEDGER = (f"{_TESTS}test_ledger.py",)
 _PLAN = (f"{_TESTS}test_plan.py",)
-_OUTBOX = (f"{_TESTS}test_outbox.py",)
+_PLANS = (f"{_TESTS}test_plans.py",)
 _GIVING_UP = (f"{_TESTS}test_giving_up_steps.py",)
 _CHOICE = (f"{_TESTS}test_choice.py",)
 _DUE = (f"{_TESTS}test_uploads_due.py",)
-_DOCUMENTS = (f"{_TESTS}test_documents.py",)
 
 OF_COORDINATOR = (
     Mutant(
@@ -89,17 +88,13 @@ OF_COORDINATOR = (
         tests=_COMMIT,
     ),
     Mutant(
-        name="coordinator/restarted-sidecar-has-the-plan",
+        name="coordinator/plan-of-another-process-is-not-newer",
         kind=Kind.MISSING_CHECK,
-        file=f"{_COORDINATOR}outbox.py",
-        original="""            self._acknowledged[worker] = _Acknowledged(self._nothing)
-            self._wakes[worker].set()""",
-        replacement="""            drop = self._plan(worker).drop
-            kept = Plan(self._ledger.round, drop=drop)
-            self._acknowledged[worker] = _Acknowledged(kept)
-            self._wakes[worker].set()""",
-        loses="A sidecar that restarts keeps pruned shards, until its node has no room.",
-        tests=_OUTBOX,
+        file="sidecar/src/holdfast_sidecar/wire/relaying.py",
+        original='return plan.coordinator != "" and plan.version > version\n    return True',
+        replacement="pass\n    return plan.version > version",
+        loses="A coordinator that restarts counts from 1 again, and nobody takes its plans.",
+        tests=("tests/sidecar/wire/test_relaying.py",),
     ),
     Mutant(
         name="coordinator/plan-has-one-level-for-a-step",
@@ -113,26 +108,20 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/manifest-at-others-first",
         kind=Kind.SWAPPED_WRITES,
-        file=f"{_COORDINATOR}outbox.py",
-        original=(
-            "        if worker != self._own and self._own not in entry.acknowledged:\n"
-            "            return None\n"
-        ),
+        file=f"{_COORDINATOR}plan.py",
+        original="            and (is_first or entry.stored >= ledger.first)\n",
         replacement="",
-        loses="A manifest exists on a member only, and a new coordinator builds another one.",
-        tests=_OUTBOX,
+        loses="A manifest exists on a member only, and a new coordinator takes its step for abandoned.",
+        tests=_PLAN,
     ),
     Mutant(
         name="coordinator/own-pod-is-released-first",
         kind=Kind.MISSING_CHECK,
-        file=f"{_COORDINATOR}outbox.py",
-        original=(
-            "        if worker == self._own:\n"
-            "            return [other for other in self._acknowledged if other != worker]\n"
-        ),
-        replacement="",
+        file=f"{_COORDINATOR}plans.py",
+        original="while not others.is_known_to(self._neighbours) and self._clock.monotonic() < until:",
+        replacement="while False:",
         loses="The coordinator's pod ends before the others are released, and they wait for ever.",
-        tests=_OUTBOX,
+        tests=_PLANS,
     ),
     Mutant(
         name="coordinator/step-that-is-copied-is-given-up",
@@ -156,8 +145,8 @@ OF_COORDINATOR = (
         name="coordinator/local-without-the-last-member",
         kind=Kind.OFF_BY_ONE,
         file=f"{_COORDINATOR}ledger.py",
-        original="if entry.local or len(entry.acknowledged) < len(self.workers):",
-        replacement="if entry.local or len(entry.acknowledged) < len(self.workers) - 1:",
+        original="if entry.local or entry.manifest is None or len(entry.stored) < entry.world_size:",
+        replacement="if entry.local or entry.manifest is None or len(entry.stored) < entry.world_size - 1:",
         loses="A step counts as committed although one node has no manifest of it.",
         tests=_LEDGER,
     ),
@@ -216,13 +205,13 @@ OF_COORDINATOR = (
         tests=_GIVING_UP,
     ),
     Mutant(
-        name="coordinator/manifest-of-another-round",
+        name="coordinator/manifest-that-the-plan-does-not-name",
         kind=Kind.MISSING_CHECK,
-        file=f"{_COORDINATOR}plan.py",
-        original="wanted = (contract.job_uid, message.round, message.step)",
-        replacement="wanted = (contract.job_uid, manifest.restart_round, message.step)",
-        loses="A late coordinator of an older round stores its manifests on the nodes.",
-        tests=_DOCUMENTS,
+        file="sidecar/src/holdfast_sidecar/process/control.py",
+        original="if (found := await self._pools.read.run(digest_of, document)) != wanted:",
+        replacement="if not (found := await self._pools.read.run(digest_of, document)):",
+        loses="A late coordinator of an older round has its manifests stored on the nodes.",
+        tests=("tests/sidecar/process/test_puts_and_prunes.py",),
     ),
     Mutant(
         name="coordinator/multiple-is-uploaded-twice",

@@ -13,7 +13,6 @@ from holdfast_core.ids import (
     FIRST_SPARE,
     Digest,
     JobUid,
-    Level,
     Rank,
     RestartRound,
     ShardRef,
@@ -21,16 +20,12 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.report import Letter, Relay
 from holdfast_core.messages.schema import (
     CopyAssignment,
     CopyRequest,
     DeadRank,
     FinishCommit,
     GangRequest,
-    LevelReached,
-    ManifestPut,
-    Plan,
     Prune,
     RankProgress,
     RankSaves,
@@ -41,6 +36,7 @@ from holdfast_core.messages.schema import (
     ShardInfo,
     Suspect,
     WorkerReport,
+    WorkerReports,
 )
 from holdfast_sidecar.base.rounds import (
     OPERATOR,
@@ -49,6 +45,7 @@ from holdfast_sidecar.base.rounds import (
     RoundState,
     refuse,
     refuse_caller,
+    refuse_plan,
     refuse_reader,
     refuse_rendezvous,
     refuse_state,
@@ -99,13 +96,24 @@ def copy(round_: RestartRound = NOW, rank: int = 0) -> CopyRequest:
     return CopyRequest(round_, ShardRef(JobUid("job"), Step(7), OLD, Rank(rank), DIGEST))
 
 
-def report(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> WorkerReport:
-    return WorkerReport(
-        round_,
-        Worker(worker),
-        progress=(RankProgress(Rank(rank), Step(1)),),
-        dead=(DeadRank(Rank(rank), Worker(worker), 1),),
+def report(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> WorkerReports:
+    return reports_of(
+        WorkerReport(
+            round_,
+            Worker(worker),
+            progress=(RankProgress(Rank(rank), Step(1)),),
+            dead=(DeadRank(Rank(rank), Worker(worker), 1),),
+        )
     )
+
+
+def reports_of(*reports: WorkerReport) -> WorkerReports:
+    return WorkerReports(reports[0].round, reports)
+
+
+def merged(*workers: int) -> WorkerReports:
+    """Return what a relay sends for these workers."""
+    return WorkerReports(NOW, tuple(WorkerReport(NOW, Worker(worker)) for worker in workers))
 
 
 FOREIGN = {
@@ -127,16 +135,8 @@ FOREIGN = {
 }
 
 
-def manifest(round_: RestartRound = NOW) -> ManifestPut:
-    return ManifestPut(round_, Step(7), "{}")
-
-
 def finish(round_: RestartRound = NOW) -> FinishCommit:
     return FinishCommit(round_, Step(7), OLD, "{}")
-
-
-def plan(round_: RestartRound = NOW) -> Plan:
-    return Plan(round_, (LevelReached(Step(7), NOW, Level.LOCAL),))
 
 
 def ask(round_: RestartRound = NOW) -> GangRequest:
@@ -145,11 +145,6 @@ def ask(round_: RestartRound = NOW) -> GangRequest:
 
 def prune(round_: RestartRound = NOW) -> Prune:
     return Prune(round_, ())
-
-
-def relayed(round_: RestartRound = NOW, *workers: int) -> Relay:
-    letters = tuple(Letter("/v1/report", (Worker(w),), b"{}") for w in workers)
-    return Relay(round_, letters)
 
 
 def in_groups(worker: int) -> RoundState:
@@ -267,27 +262,21 @@ CASES = [
     Case("copy: not assigned", accepting(2), MEMBER[0], copy(), Refusal.NOT_ASSIGNED),
     Case("copy: from a stranger", accepting(1), STRANGER, copy(), Refusal.NOT_MEMBER),
     Case("copy: from the operator", accepting(1), OPERATOR, copy(), Refusal.NOT_MEMBER),
-    # messages of the coordinator
-    *fenced("manifest", manifest, 0, MEMBER[1]),
-    *fenced("plan", plan, 0, MEMBER[1]),
-    Case("manifest: to itself", COORDINATOR, MEMBER[1], manifest(), None),
-    Case("manifest: from another member", PLAIN, MEMBER[2], manifest(), Refusal.NOT_MEMBER),
-    Case("manifest: from a stranger", PLAIN, STRANGER, manifest(), Refusal.NOT_MEMBER),
-    Case("manifest: from the operator", PLAIN, OPERATOR, manifest(), Refusal.NOT_MEMBER),
-    Case("plan: from another member", PLAIN, MEMBER[2], plan(), Refusal.NOT_MEMBER),
     # a report of ranks that its worker does not run
     *(
         Case(
-            f"report: {name} of a foreign rank", COORDINATOR, MEMBER[0], message, Refusal.NOT_MEMBER
+            f"report: {name} of a foreign rank",
+            COORDINATOR,
+            MEMBER[0],
+            reports_of(message),
+            Refusal.NOT_MEMBER,
         )
         for name, message in FOREIGN.items()
     ),
     # save-now and stop
     *fenced("ask", ask, 1, OPERATOR),
     Case("ask: operator elsewhere", PLAIN, OPERATOR, ask(), Refusal.NOT_COORDINATOR),
-    Case("ask: handed on to rank 0", PLAIN, MEMBER[1], ask(), None),
-    Case("ask: handed on elsewhere", accepting(2), MEMBER[1], ask(), Refusal.NOT_COORDINATOR),
-    Case("ask: from another member", PLAIN, MEMBER[2], ask(), Refusal.NOT_MEMBER),
+    Case("ask: from a member", COORDINATOR, MEMBER[0], ask(), Refusal.NOT_MEMBER),
     # prune of the object store
     *fenced("prune", prune, 1, OPERATOR),
     Case("prune: elsewhere", PLAIN, OPERATOR, prune(), Refusal.NOT_COORDINATOR),
@@ -296,42 +285,20 @@ CASES = [
     Case("suspect: a member", PLAIN, MEMBER[1], SUSPECT, None),
     Case("suspect: a former member", PLAIN, STRANGER, SUSPECT, Refusal.NOT_MEMBER),
     # relays
-    Case("relay: current round", in_groups(1), GROUPED[2], relayed(), None),
-    Case("relay: older round", in_groups(1), GROUPED[2], relayed(OLD), Refusal.STALE_ROUND),
-    Case("relay: newer round", in_groups(1), GROUPED[2], relayed(NEW), Refusal.FUTURE_ROUND),
-    Case("relay: sealed", sealed(1), MEMBER[0], relayed(), Refusal.SEALED),
-    Case("relay: in a single group", COORDINATOR, MEMBER[0], relayed(), Refusal.NOT_MEMBER),
+    Case("reports: of a group", in_groups(1), GROUPED[2], merged(2, 3), None),
+    Case("reports: none", in_groups(1), GROUPED[2], merged(), None),
+    Case("reports: another group", in_groups(1), GROUPED[2], merged(2, 5), Refusal.NOT_MEMBER),
+    Case("reports: from no relay", in_groups(1), GROUPED[3], merged(3, 2), Refusal.NOT_MEMBER),
+    Case("reports: no such worker", in_groups(1), GROUPED[4], merged(4, 6), Refusal.NOT_MEMBER),
+    Case("reports: from a stranger", COORDINATOR, STRANGER, merged(0), Refusal.NOT_MEMBER),
+    Case("reports: elsewhere", in_groups(4), GROUPED[2], merged(3), Refusal.NOT_COORDINATOR),
+    Case("reports: of others, to a relay", in_groups(2), GROUPED[3], merged(2), Refusal.NOT_MEMBER),
     Case(
-        "relay: up, empty, from no relay", in_groups(1), GROUPED[3], relayed(), Refusal.NOT_MEMBER
-    ),
-    Case("relay: from a stranger", COORDINATOR, STRANGER, relayed(), Refusal.NOT_MEMBER),
-    Case("relay: up", in_groups(1), GROUPED[2], relayed(NOW, 2, 3), None),
-    Case("relay: up, another group", in_groups(1), GROUPED[2], relayed(NOW, 5), Refusal.NOT_MEMBER),
-    Case("relay: up, from no relay", in_groups(1), GROUPED[3], relayed(NOW, 3), Refusal.NOT_MEMBER),
-    Case(
-        "relay: up, no such worker", in_groups(1), GROUPED[4], relayed(NOW, 6), Refusal.NOT_MEMBER
-    ),
-    Case(
-        "relay: up, elsewhere", in_groups(4), GROUPED[2], relayed(NOW, 3), Refusal.NOT_COORDINATOR
-    ),
-    Case("relay: down", in_groups(2), GROUPED[1], relayed(NOW, 3), None),
-    Case(
-        "relay: down, another group", in_groups(2), GROUPED[1], relayed(NOW, 4), Refusal.NOT_MEMBER
-    ),
-    Case("relay: down, to no relay", in_groups(3), GROUPED[1], relayed(NOW, 3), Refusal.NOT_MEMBER),
-    Case(
-        "relay: a path with a host",
-        in_groups(2),
-        GROUPED[1],
-        Relay(NOW, (Letter("@10.0.0.9/v1/plan", (Worker(3),), b"{}"),)),
-        Refusal.BAD_REQUEST,
-    ),
-    Case(
-        "relay: a letter without a sender",
+        "reports: one of an older round",
         in_groups(1),
         GROUPED[2],
-        Relay(NOW, (Letter("/v1/report", (), b"{}"),)),
-        Refusal.BAD_REQUEST,
+        WorkerReports(NOW, (WorkerReport(OLD, Worker(2)),)),
+        Refusal.STALE_ROUND,
     ),
     Case("report: to its relay", in_groups(2), GROUPED[3], report(worker=3, rank=6), None),
     Case(
@@ -342,14 +309,12 @@ CASES = [
         Refusal.NOT_COORDINATOR,
     ),
     Case("report: past its relay", in_groups(1), GROUPED[3], report(worker=3, rank=6), None),
-    Case("manifest: from its relay", in_groups(3), GROUPED[2], manifest(), None),
-    Case("manifest: from another relay", in_groups(3), GROUPED[4], manifest(), Refusal.NOT_MEMBER),
     Case("suspect: sealed", sealed(0), MEMBER[1], SUSPECT, Refusal.SEALED),
 ]
 
 
 @pytest.mark.fault("A message or a copy belongs to an older round")
-@pytest.mark.fault("A relay sends letters of workers of another group")
+@pytest.mark.fault("A relay sends reports of workers of another group")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_refusal(case: Case) -> None:
     """Before the body is read, nothing is refused that is served, and nothing for another reason."""
@@ -402,6 +367,27 @@ def test_rendezvous(
     assert (None if refused is None else refused.code) == expected
 
 
+@pytest.mark.parametrize(
+    ("state", "caller", "round_", "expected"),
+    [
+        pytest.param(accepting(1), MEMBER[0], NOW, None, id="the coordinator"),
+        pytest.param(accepting(1), STRANGER, NOW, Refusal.NOT_MEMBER, id="a former member"),
+        pytest.param(accepting(1), OPERATOR, NOW, Refusal.NOT_MEMBER, id="the operator"),
+        pytest.param(accepting(0), MEMBER[2], NOW, Refusal.NOT_COORDINATOR, id="another"),
+        pytest.param(accepting(1), MEMBER[0], OLD, Refusal.STALE_ROUND, id="older"),
+        pytest.param(accepting(1), MEMBER[0], NEW, Refusal.FUTURE_ROUND, id="newer"),
+        pytest.param(sealed(1), MEMBER[0], NOW, Refusal.SEALED, id="sealed"),
+        pytest.param(in_groups(4), GROUPED[5], NOW, None, id="its relay"),
+        pytest.param(in_groups(4), GROUPED[3], NOW, Refusal.NOT_COORDINATOR, id="another relay"),
+    ],
+)
+def test_plan_poll(
+    state: RoundState, caller: Caller, round_: RestartRound, expected: Refusal | None
+) -> None:
+    refused = refuse_plan(state, caller, round_)
+    assert (None if refused is None else refused.code) == expected
+
+
 @pytest.mark.fault("A caller asks for shards that it may not read")
 @pytest.mark.parametrize(
     ("state", "caller", "expected"),
@@ -422,10 +408,9 @@ def test_readers(state: RoundState, caller: Caller, expected: Refusal | None) ->
 @pytest.mark.parametrize(
     "name",
     [
-        "relay: in a single group",
-        "relay: up, empty, from no relay",
-        "relay: up, elsewhere",
-        "relay: down, to no relay",
+        "report: elsewhere",
+        "reports: elsewhere",
+        "reports: from a stranger",
         "report: to another relay",
     ],
 )

@@ -27,26 +27,15 @@ gangs = st.integers(1, 300).flatmap(
 )
 
 
-def path(message: Round, sender: Worker, receiver: Worker) -> list[Worker]:
-    """Return the workers that a message passes, without its sender."""
-    hops = []
-    at = sender
-    while at != receiver:
-        at = next_hop(message, at, receiver)
-        hops.append(at)
-        assert len(hops) <= 2, f"{hops}: a message turns in a circle"
-    return hops
-
-
 @given(gangs)
-def test_every_worker_and_the_coordinator_reach_each_other_by_the_same_relay(
-    message: Round,
-) -> None:
+def test_every_worker_reaches_the_coordinator_by_at_most_one_relay(message: Round) -> None:
     for number in range(message.workers):
         worker = Worker(number)
-        up = path(message, worker, message.coordinator)
-        down = path(message, message.coordinator, worker)
-        assert [worker, *up] == [message.coordinator, *down][::-1]
+        if worker == message.coordinator:
+            continue
+        hop = next_hop(message, worker)
+        assert hop != worker
+        assert message.coordinator in (hop, next_hop(message, hop))
 
 
 @given(gangs)
@@ -74,12 +63,7 @@ def test_no_worker_of_the_largest_gang_has_more_than_126_neighbours(coordinator:
     for number in range(MAX_WORKERS):
         worker = Worker(number)
         if worker != message.coordinator:
-            hop = next_hop(message, worker, message.coordinator)
+            hop = next_hop(message, worker)
             neighbours.setdefault(worker, set()).add(hop)
             neighbours.setdefault(hop, set()).add(worker)
     assert max(map(len, neighbours.values())) == 126
-
-
-def test_other_messages_go_directly() -> None:
-    message = gang(300, 0, 64)
-    assert next_hop(message, Worker(200), Worker(100)) == 100

@@ -78,12 +78,12 @@ async def test_a_shard_of_the_restore_point_or_below_is_refused(
     """Such a step would be a second checkpoint of the step that the round was restored from."""
     async with World(tmp_path, Members(), round=ROUND, restore_point=point(30)) as world:
         if not refused:
-            assert [reply.refused for reply in world.prepare(step)] == [None, None]
+            assert [reply.refused for reply in world.prepare(step)] == [(), ()]
             return
         for reply in world.prepare(step):
-            assert reply.refused is not None
-            assert reply.refused.code is Refusal.BAD_REQUEST
-            assert "not above the restore point" in reply.refused.message
+            (refusal,) = reply.refused
+            assert refusal.code is Refusal.BAD_REQUEST
+            assert "not above the restore point" in refusal.message
 
 
 async def test_a_quarantined_checkpoint_takes_no_place_of_one_that_can_be_restored(

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 from tests.support.clock import ManualClock
 from tests.support.sidecar.contracts import CONTRACT
-from tests.support.sidecar.ledgers import LAYOUT, acknowledge, new_ledger, shard_info
+from tests.support.sidecar.ledgers import LAYOUT, new_ledger, shard_info, store_manifests
 from tests.support.sidecar.waiting import until
 from tests.support.tiers.objects import MemoryObjectStore
 
@@ -73,7 +73,7 @@ class World:
         """Commit a step locally. Return whether it is queued for the store."""
         for rank in (0, 1):
             self.ledger.prepared(Step(step), shard_info(rank), LAYOUT)
-        assert acknowledge(self.ledger, step) == [True]
+        assert store_manifests(self.ledger, step) == [True]
         self.uploads.committed(Step(step))
         return Step(step) in self.ledger.on_way_to_store
 

@@ -1,24 +1,21 @@
-"""A coordinator builds manifests, and a member checks them."""
+"""A coordinator builds manifests."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 from tests.support.sidecar import rank_document
 from tests.support.sidecar.contracts import CONTRACT
 
-from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.errors import CorruptionError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import manifest_digest, parse_manifest, parse_manifest_of
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
-    ManifestPut,
     ShardInfo,
 )
 from holdfast_sidecar.coordinator.ledger import StepEntry
-from holdfast_sidecar.coordinator.plan import Built, build_manifest, check_put
+from holdfast_sidecar.coordinator.plan import Built, build_manifest
 
 PARENT = Digest("b3:" + "e" * 64)
 
@@ -59,26 +56,3 @@ def test_a_manifest_with_the_name_of_another_is_refused(
     built = build()
     with pytest.raises(CorruptionError, match="renamed or copied"):
         parse_manifest_of(built.manifest, job_uid, CheckpointId(Step(step), RestartRound(round_)))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param({"step": Step(8)}, id="another step"),
-        pytest.param({"round": RestartRound(2)}, id="another round"),
-        pytest.param({"manifest": "{}"}, id="no manifest"),
-    ],
-)
-def test_a_manifest_put_that_contradicts_itself_is_refused(change: dict[str, object]) -> None:
-    built = build()
-    put = ManifestPut(RestartRound(3), Step(9), built.manifest.decode())
-    assert check_put(put, CONTRACT).step == 9
-    with pytest.raises(FormatError):
-        check_put(replace(put, **change), CONTRACT)  # type: ignore[arg-type]
-
-
-def test_another_jobs_manifest_is_refused() -> None:
-    built = build()
-    put = ManifestPut(RestartRound(3), Step(9), built.manifest.decode())
-    with pytest.raises(FormatError):
-        check_put(put, replace(CONTRACT, job_uid=JobUid("job-2")))

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.ledgers import LAYOUT, commit, new_ledger, replicate, shard_info
 from tests.support.sidecar.rounds import round_message
 
-from holdfast_core.clock import SystemClock
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import Failure, Policy, RankSaves, RestorePoint, WorkerReport
-from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import MAX_FORGOTTEN, Forgotten, Ledger
-from holdfast_sidecar.coordinator.outbox import Outbox
 from holdfast_sidecar.coordinator.plan import abandoned_steps, steps_to_prune
 from holdfast_sidecar.upkeep.prune import protected_steps
 
@@ -159,18 +155,10 @@ def test_a_step_on_its_way_to_the_store_is_not_pruned_on_the_nodes() -> None:
     ledger = new_ledger()
     commit(ledger, 10)
     ledger.request_upload(Step(10))
-    outbox = Outbox(
-        Settings(contract_with()),
-        cast(Any, None),
-        ledger,
-        SystemClock(),
-        lambda step, worker: None,
-        lambda step: None,
-    )
-    outbox.prune((Step(10),))
+    ledger.forget((Step(10),))
     assert Step(10) in ledger.steps
     ledger.upload_ended(ledger.steps[Step(10)], persisted=False)
-    outbox.prune((Step(10),))
+    ledger.forget((Step(10),))
     assert ledger.is_forgotten(Step(10))
 
 

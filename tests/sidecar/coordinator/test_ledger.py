@@ -19,7 +19,7 @@ from tests.support.sidecar.ledgers import (
     shard_info,
 )
 
-from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Reference, ReportedShard
 from holdfast_core.store.rules import StoredAs
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger
@@ -35,11 +35,35 @@ def test_a_step_is_local_when_every_member_has_the_manifest() -> None:
     assert not entry.complete
     assert ledger.prepared(Step(5), shard_info(1), LAYOUT).complete
     ledger.committed(Step(5), b"{}", MANIFEST_DIGEST, (shard_info(0), shard_info(1)))
-    assert not ledger.acknowledged(Step(5), Worker(0))
+    assert ledger.take(reported(0, Step(5), committed=True))
+    assert not ledger.settle_local(Step(5))
     assert level(ledger, 5) is None
-    assert ledger.acknowledged(Step(5), Worker(1))
+    assert ledger.take(reported(1, Step(5), committed=True))
+    assert ledger.settle_local(Step(5))
     assert level(ledger, 5) is Level.LOCAL
-    assert not ledger.acknowledged(Step(5), Worker(1)), "only once"
+    assert not ledger.settle_local(Step(5)), "only once"
+
+
+def test_a_step_is_not_local_before_its_manifest_is_built() -> None:
+    """The nodes may have it from the last coordinator of this round."""
+    ledger = new_ledger()
+    for rank in (0, 1):
+        ledger.take(reported(rank, Step(5), committed=True))
+    assert not ledger.settle_local(Step(5))
+    ledger.committed(Step(5), b"{}", MANIFEST_DIGEST, (shard_info(0), shard_info(1)))
+    assert ledger.settle_local(Step(5))
+
+
+def test_a_shard_whose_layout_is_known_is_reported_without_it() -> None:
+    ledger = new_ledger()
+    short = replace(reported(0, Step(5), committed=True), layout=None)
+    assert not ledger.take(short)
+    assert ledger.steps == {}, "the last coordinator had it: the worker is asked for all shards"
+    assert ledger.take(reported(0, Step(5)))
+    assert ledger.take(short)
+    assert ledger.steps[Step(5)].stored == {0}
+    with pytest.raises(Conflict):
+        ledger.take(replace(short, shard=shard_info(0, OTHER_DIGEST)))
 
 
 @pytest.mark.parametrize("copies_first", [True, False], ids=["copies first", "manifest first"])
@@ -202,5 +226,3 @@ def test_of_an_older_round_only_the_upload_of_an_adopted_step_counts() -> None:
     assert ledger.steps[older.step].uploaded.keys() == {0}
     with pytest.raises(Conflict):
         ledger.take(replace(uploaded, shard=shard_info(1, OTHER_DIGEST)))
-    with pytest.raises(Conflict, match="no layout"):
-        ledger.take(replace(reported(0, Step(6)), layout=None))

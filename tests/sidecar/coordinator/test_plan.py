@@ -7,7 +7,13 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.sidecar.ledgers import acknowledge, new_ledger, reported
+from tests.support.sidecar.ledgers import (
+    MANIFEST_DIGEST,
+    new_ledger,
+    reported,
+    shard_info,
+    store_manifests,
+)
 
 from holdfast_core.ids import Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
@@ -16,6 +22,7 @@ from holdfast_core.messages.schema import (
     Plan,
     RankSaves,
     ReportedShard,
+    RestorePoint,
 )
 from holdfast_sidecar.coordinator.ledger import Ledger
 from holdfast_sidecar.coordinator.plan import abandoned_steps, lost_steps, missing, plan
@@ -25,6 +32,12 @@ RANKS = (0, 1, 2)
 STEPS = range(5)
 
 steps = st.sampled_from(STEPS).map(Step)
+
+
+def point(step: Step) -> RestorePoint:
+    return RestorePoint(step, ROUND, MANIFEST_DIGEST)
+
+
 plans = st.builds(
     Plan,
     st.just(ROUND),
@@ -32,6 +45,7 @@ plans = st.builds(
         lambda found: tuple(LevelReached(s, ROUND, level) for s, level in sorted(found.items()))
     ),
     write=st.none() | steps,
+    manifests=st.sets(steps).map(lambda found: tuple(map(point, sorted(found)))),
     upload=st.none() | st.builds(PersistRequest, st.just(ROUND), steps, st.just(ROUND)),
     drop=st.sets(steps).map(lambda found: tuple(sorted(found))),
     released=st.booleans(),
@@ -44,6 +58,7 @@ class Played:
 
     levels: set[LevelReached] = field(default_factory=set)
     write: Step | None = None
+    manifests: tuple[RestorePoint, ...] = ()
     uploads: set[PersistRequest] = field(default_factory=set)
     dropped: set[Step] = field(default_factory=set)
     released: bool = False
@@ -52,6 +67,7 @@ class Played:
         if found is not None:
             self.levels.update(found.levels)
             self.write = found.write
+            self.manifests = found.manifests
             self.uploads.update({found.upload} - {None})
             self.dropped.update(found.drop)
             self.released = self.released or found.released
@@ -88,7 +104,7 @@ tables = st.dictionaries(
 def settled(ledger: Ledger) -> Plan:
     """Return the plan after the members have stored every manifest that can be built."""
     complete = [step for step, entry in sorted(ledger.steps.items()) if entry.complete]
-    acknowledge(ledger, *complete)
+    store_manifests(ledger, *complete)
     for step in complete:
         ledger.settle_replicated(step)
     return plan(ledger)
@@ -123,6 +139,65 @@ def test_the_listed_steps_that_a_rank_lacks_are_lost_in_any_order_of_reports(
     assert set(lost_steps(ledger, saves, map(Rank, RANKS))) == expected
     given_up = abandoned_steps(ledger, saves, map(Rank, RANKS))
     assert listed.isdisjoint(given_up), "they are committed"
+
+
+def build(ledger: Ledger) -> None:
+    """Build the manifest of each complete step, as a coordinator does."""
+    for step, entry in ledger.steps.items():
+        if entry.complete and entry.manifest is None:
+            ledger.committed(step, b"{}", MANIFEST_DIGEST, tuple(map(shard_info, RANKS)))
+
+
+@given(st.sets(st.tuples(st.sampled_from(RANKS), steps)), st.data())
+def test_every_step_becomes_local_whatever_the_nodes_have_and_whoever_restarts(
+    stored: set[tuple[int, Step]], data: Any
+):
+    """Each worker stores what its plan names, in any order. A worker or the coordinator may start anew."""
+    ledger = new_ledger(workers=len(RANKS))
+    plans = dict.fromkeys(RANKS, Plan(ROUND))
+    for _ in range(30):
+        build(ledger)
+        for step in tuple(ledger.steps):
+            ledger.settle_local(step)
+        rank = data.draw(st.sampled_from(RANKS))
+        match data.draw(st.sampled_from(["report", "take", "store", "restart", "new coordinator"])):
+            case "report":
+                for step in map(Step, STEPS):
+                    ledger.take(reported(rank, step, committed=(rank, step) in stored))
+            case "take":
+                now = plan(ledger, is_first=rank == 0)
+                plans[rank] = missing(now, plans[rank]) or plans[rank]
+            case "store":
+                stored |= {(rank, p.step) for p in plans[rank].manifests if p.step is not None}
+            case "restart":
+                plans[rank] = Plan(ROUND)
+            case "new coordinator":
+                ledger = new_ledger(workers=len(RANKS))
+    for _ in range(3):  # then all goes on without failures
+        for rank in RANKS:
+            stored |= {
+                (rank, p.step)
+                for p in plan(ledger, is_first=rank == 0).manifests
+                if p.step is not None
+            }
+            for step in map(Step, STEPS):
+                ledger.take(reported(rank, step, committed=(rank, step) in stored))
+            build(ledger)
+            for step in tuple(ledger.steps):
+                ledger.settle_local(step)
+    assert {r.step for r in plan(ledger).levels} == set(STEPS)
+    assert plan(ledger).manifests == (), "no worker stores them again"
+
+
+def test_the_coordinators_own_node_stores_a_manifest_before_the_others():
+    ledger = new_ledger(workers=len(RANKS))
+    for rank in RANKS:
+        ledger.take(reported(rank, Step(1)))
+    build(ledger)
+    assert plan(ledger).manifests == ()
+    assert plan(ledger, is_first=True).manifests == (point(Step(1)),)
+    ledger.take(reported(0, Step(1), committed=True))
+    assert plan(ledger).manifests == (point(Step(1)),)
 
 
 @given(tables)

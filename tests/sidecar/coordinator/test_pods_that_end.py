@@ -9,7 +9,7 @@ from tests.support.sidecar.coordinators import CoordinatorWorld
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.schema import Policy, WorkerReport
+from holdfast_core.messages.schema import Policy, WorkerReport, WorkerReports
 from holdfast_core.store.tier import ObjectTier
 
 COPIES = Policy(interval_steps=1, peer_copies=1)
@@ -17,8 +17,9 @@ ELASTIC = Policy(interval_steps=1, peer_copies=1, shrinks=True)
 NO_COPIES = Policy(interval_steps=1, peer_copies=0)
 
 
-def report(worker: int, *, ends: bool = False) -> WorkerReport:
-    return WorkerReport(RestartRound(0), Worker(worker), ends=ends)
+def report(worker: int, *, ends: bool = False) -> WorkerReports:
+    round_ = RestartRound(0)
+    return WorkerReports(round_, (WorkerReport(round_, Worker(worker), ends=ends),))
 
 
 @pytest.mark.parametrize(

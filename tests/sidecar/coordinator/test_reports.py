@@ -14,7 +14,6 @@ from tests.support.sidecar.waiting import until
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     DeadRank,
-    LevelReached,
     Ok,
     Plan,
     Policy,
@@ -62,25 +61,6 @@ async def test_a_late_report_takes_nothing_back(tmp_path: Path) -> None:
         await until(lambda: world.coordinator.levels()[Level.REPLICATED] == 1, "it is replicated")
 
 
-async def test_a_process_without_a_plan_is_sent_the_whole_plan(tmp_path: Path) -> None:
-    members = Members()
-    async with CoordinatorWorld(tmp_path, members, POLICY) as world:
-        world.coordinator.start()
-        world.hold(1)
-        await is_local(world, 1)
-
-        def levels() -> list[LevelReached]:
-            return [r for worker, plan in members.plans if worker == 1 for r in plan.levels]
-
-        await until(lambda: len(levels()) == 1, "the level is sent")
-        world.tell(1, has_plan=True)
-        world.tell(0, has_plan=False)
-        await until(
-            lambda: len([w for w, p in members.plans if w == 0]) > 1, "worker 0 has it twice"
-        )
-        assert len(levels()) == 1
-
-
 @pytest.mark.fault("The coordinator restarts, and reports lack the shards that the last one had")
 async def test_a_new_coordinator_wants_all_shards_and_needs_one_round_of_reports(
     tmp_path: Path,
@@ -107,8 +87,7 @@ async def test_a_refused_shard_keeps_nothing_else_of_the_report_back(tmp_path: P
         world.hold(1, ranks=(1,))
         other = ReportedShard(Step(1), ROUND, shard_info(1, OTHER_DIGEST), LAYOUT)
         for _ in range(2):
-            refused = world.tell(1, shards=(other, world.shard(1, 2))).refused
-            assert refused is not None
+            (refused,) = world.tell(1, shards=(other, world.shard(1, 2))).refused
             assert (refused.code, refused.step, refused.rank) == (Refusal.CONFLICT, 1, 1)
         world.hold(2, ranks=(0,))
         await is_local(world, 2)

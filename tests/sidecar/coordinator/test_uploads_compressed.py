@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 from tests.support.sidecar.contracts import CONTRACT
-from tests.support.sidecar.ledgers import LAYOUT, acknowledge, new_ledger, shard_info
+from tests.support.sidecar.ledgers import LAYOUT, new_ledger, shard_info, store_manifests
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.clock import SystemClock
@@ -50,7 +50,7 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
     )
     for rank in (0, 1):
         ledger.prepared(Step(10), shard_info(rank), LAYOUT)
-    acknowledge(ledger, 10)
+    store_manifests(ledger, 10)
     uploads.committed(Step(10))
     if whole:
         ledger.uploads, _ = ledger.uploads.requested(ledger.round, None, (), compress=True)

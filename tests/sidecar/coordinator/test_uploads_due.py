@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 from tests.support.sidecar.contracts import CONTRACT
-from tests.support.sidecar.ledgers import LAYOUT, acknowledge, new_ledger, shard_info
+from tests.support.sidecar.ledgers import LAYOUT, new_ledger, shard_info, store_manifests
 
 from holdfast_core.ids import RestartRound, Step
 from holdfast_core.messages.schema import Policy, RestorePoint
@@ -50,7 +50,7 @@ def uploads(
 def local(ledger: Ledger, uploaded: GangUploads, step: int) -> None:
     for rank in (0, 1):
         ledger.prepared(Step(step), shard_info(rank), LAYOUT)
-    assert acknowledge(ledger, step) == [True]
+    assert store_manifests(ledger, step) == [True]
     uploaded.committed(Step(step))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.support.sidecar.coordinators import CoordinatorWorld
 
-from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import Rank, Step, TierName
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Failure,
@@ -15,7 +15,6 @@ from holdfast_core.messages.schema import (
     Policy,
     RankProgress,
     Timing,
-    WorkerReport,
 )
 from holdfast_sidecar.coordinator.watchdog import (
     NO_COMMIT,
@@ -113,13 +112,10 @@ class World(CoordinatorWorld):
     def step(self, step: int, *failures: Failure) -> None:
         """Report that both ranks have finished the step, with these failures of worker 1."""
         for worker in (0, 1):
-            self.coordinator.report(
-                WorkerReport(
-                    RestartRound(0),
-                    Worker(worker),
-                    progress=(RankProgress(Rank(worker), Step(step)),),
-                    failures=failures if worker == 1 else (),
-                )
+            self.tell(
+                worker,
+                progress=(RankProgress(Rank(worker), Step(step)),),
+                failures=failures if worker == 1 else (),
             )
 
     async def state(self) -> CoordinatorState:
@@ -186,6 +182,6 @@ async def test_a_gang_that_returned_is_not_overdue(tmp_path: Path) -> None:
         world.step(4)
         assert [f.reason for f in (await world.state()).failures] == [NO_COMMIT]
         for worker in (0, 1):
-            world.coordinator.report(WorkerReport(RestartRound(0), Worker(worker), done=True))
+            world.tell(worker, done=True)
         assert (await world.state()).failures == ()
         assert world.coordinator.overdue_seconds == 0

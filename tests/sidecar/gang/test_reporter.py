@@ -18,7 +18,7 @@ from tests.support.sidecar.waiting import until
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.schema import Ok, Refusal, RefusedShard, WorkerReport
+from holdfast_core.messages.schema import Ok, Refusal, RefusedShard, WorkerReport, WorkerReports
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.telemetry import RestoreFailures
@@ -37,11 +37,11 @@ class Coordinator:
         self.replies: list[dict[str, Any]] = []
         self.away = False
 
-    async def call(self, worker: Worker, message: WorkerReport, kind: type[Any]) -> Ok:
+    async def call(self, worker: Worker, message: WorkerReports, kind: type[Any]) -> Ok:
         await asyncio.sleep(0)
         if self.away:
             raise UnavailableError("it is away")
-        self.received.append(message)
+        self.received.extend(message.reports)
         fields = self.replies.pop(0) if self.replies else {}
         return Ok(RestartRound(0), **fields)
 
@@ -116,6 +116,11 @@ async def test_a_durable_shard_is_reported_at_once_and_listed_until_it_is_known(
         world.gang.ends = True
         world.reporter.changed()
         assert (await world.sent(3)).shards == (), "the coordinator has them"
+        (shard,) = world.flow.flow.shards()
+        world.flow.flow.committed(shard.key.step, shard.key.round)
+        world.reporter.changed()
+        (short,) = (await world.sent(4)).shards
+        assert (short.committed, short.layout) == (True, None), "it has the layout, too"
 
 
 @pytest.mark.fault("The process of the coordinator restarts and has no shards")
@@ -123,7 +128,7 @@ async def test_the_shards_are_sent_again_to_a_coordinator_that_wants_them(tmp_pa
     async with reporting(tmp_path) as world:
         await world.save()
         listed = (await world.sent(2)).shards
-        world.coordinator.replies = [{"wants_shards": True}]
+        world.coordinator.replies = [{"wants_shards": (Worker(0),)}]
         world.gang.ends = True
         world.reporter.changed()
         again = await world.sent(4)

@@ -14,9 +14,8 @@ from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import NotFoundError
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.messages.schema import (
-    ManifestDocument,
     RestorePoint,
 )
 from holdfast_core.node.tier import DiskNodeTier
@@ -30,8 +29,8 @@ WRONG = CheckpointId(Step(SAVED.step + 89), SAVED.round)
 class Liars:
     """A member and a store that return the same document for every name."""
 
-    async def get(self, worker: Worker, path: str, reply: Any, **options: Any) -> ManifestDocument:
-        return ManifestDocument(DOCUMENT.decode())
+    async def manifest(self, *_: object, **options: Any) -> bytes:
+        return DOCUMENT
 
     def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
         return DOCUMENT

@@ -1,4 +1,4 @@
-"""Which shards a member needs before it accepts a manifest, and what it deletes when it is told to."""
+"""How a member stores the manifests that the plan names, and what it deletes when it is told to."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tests.support.clock import ManualClock
 from tests.support.shards.builders import BytesSource, manifest, shard_file, shard_header
 from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.rounds import first_round
+from tests.support.sidecar.waiting import until
 
-from holdfast_core.errors import NotFoundError
-from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_core.messages.schema import ManifestPut, Ok, Plan
+from holdfast_core.format.canonical import digest_of
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.messages.schema import Plan, RestorePoint
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.save.staging import Room
 from holdfast_core.tasks import Signal
@@ -33,6 +34,10 @@ DATA = b"x" * 1000
 HEADER = shard_header(len(DATA), job_uid=CONTRACT.job_uid, world_size=2)
 _, RECORD = shard_file(HEADER, DATA)
 CHECKPOINT = (HEADER.step, HEADER.round)
+POINT_ID = CheckpointId(*CHECKPOINT)
+OTHER = replace(RECORD, header=replace(RECORD.header, rank=Rank(1)))
+DOCUMENT = manifest([RECORD, OTHER]).to_bytes()
+POINT = RestorePoint(HEADER.step, HEADER.round, digest_of(DOCUMENT))
 
 
 class PlayedStager:
@@ -66,30 +71,51 @@ class World:
         self.stager = PlayedStager()
         self.copied: list[tuple[Step, RestartRound]] = []
         self.current = CurrentRound(first_round())
-        pod = Pod(Settings(CONTRACT), ManualClock(), self.current)
+        self.clock = ManualClock()
+        pod = Pod(Settings(CONTRACT), self.clock, self.current)
         tiers = Tiers(self.node, None, self.pools)
         failures = Failures(lambda: None)
+        self.lost: list[Step] = []
         saves: Any = SimpleNamespace(
             stager=self.stager,
             flow=SimpleNamespace(
                 committed=lambda step, round_: self.copied.append((step, round_)),
+                is_committed=lambda step, round_: (step, round_) in self.copied,
+                has_lost=self.lost.append,
                 forget=lambda steps: None,
                 dropped=frozenset({Step(5)}),
             ),
         )
         no_peers: Any = None
-        self.manifests = ManifestRequests(pod, tiers, saves, failures)
+        self.sent = [DOCUMENT]
+        """What the coordinator sends, one after another. The last one is sent again."""
+        self.asked = 0
+        self.failures = failures
+        self.manifests = ManifestRequests(
+            pod, tiers, saves, failures, no_peers, lambda checkpoint: self._sent()
+        )
         notices = RankNotices(self.current, LocalConnections())
         self.copies = IncomingCopies(pod, tiers, no_peers)
         self.pruner = Pruner(pod, tiers, saves, self.copies, notices, failures)
 
-    async def put(self) -> Ok:
-        """Put a manifest of this shard and of a shard of rank 1, as the coordinator does."""
-        other = replace(RECORD, header=replace(RECORD.header, rank=Rank(1)))
-        text = manifest([RECORD, other]).to_bytes().decode()
-        return await self.manifests.put(ManifestPut(HEADER.round, HEADER.step, text))
+    async def go_on(self) -> None:
+        """Let the next pause end."""
+        for _ in range(50):
+            await asyncio.sleep(0)
+        await self.pools.read.run(len, ())
+        self.clock.advance(20.0)
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    def _sent(self) -> bytes:
+        self.asked += 1
+        return self.sent.pop(0) if len(self.sent) > 1 else self.sent[0]
+
+    def take(self, *points: RestorePoint) -> None:
+        self.manifests.take(Plan(HEADER.round, manifests=points))
 
     async def close(self) -> None:
+        await self.manifests.close()
         await self.pruner.close()
         self.pools.close()
 
@@ -99,17 +125,82 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-async def test_a_manifest_without_its_shard_is_refused(world: World) -> None:
-    with pytest.raises(NotFoundError, match="rank 0"):
-        await world.put()
+@pytest.mark.fault("A node has lost its shard of a step when the manifest arrives")
+async def test_a_manifest_without_its_shard_is_not_stored_and_the_step_is_lost(
+    world: World,
+) -> None:
+    world.take(POINT)
+    await until(lambda: world.lost == [HEADER.step], "the step is lost")
     assert world.node.list_manifests() == ()
     await world.close()
 
 
 async def test_copies_begin_when_the_manifest_is_there(world: World) -> None:
     world.node.write_shard(HEADER, BytesSource(DATA))
-    assert await world.put() == Ok(HEADER.round)
-    assert world.copied == [CHECKPOINT]
+    world.take(POINT)
+    world.take(POINT)
+    await until(lambda: world.copied == [CHECKPOINT], "the manifest is stored")
+    assert world.node.get_manifest(CONTRACT.job_uid, POINT_ID) == DOCUMENT
+    world.take(POINT)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert (world.copied, world.asked) == ([CHECKPOINT], 1), "it is fetched and stored once"
+    assert await world.manifests.get(None, POINT_ID) == DOCUMENT
+    await world.close()
+
+
+@pytest.mark.fault("The coordinator sends another document than its plan names")
+async def test_only_the_document_that_the_plan_names_is_stored(world: World) -> None:
+    world.node.write_shard(HEADER, BytesSource(DATA))
+    world.sent = [b"{}", DOCUMENT]
+    world.take(POINT)
+    await until(lambda: world.asked == 1, "it is fetched")
+    assert world.node.list_manifests() == ()
+    await world.go_on()
+    await until(lambda: world.copied == [CHECKPOINT], "the manifest is stored")
+    await world.close()
+
+
+@pytest.mark.fault("A manifest of another step or job arrives under a step's name")
+async def test_a_manifest_of_another_step_is_a_failure_and_not_stored(world: World) -> None:
+    world.node.write_shard(HEADER, BytesSource(DATA))
+    world.take(replace(POINT, step=Step(HEADER.step + 1)))
+    await until(lambda: bool(world.failures.current), "it is a failure")
+    assert world.node.list_manifests() == ()
+    assert world.copied == []
+    await world.close()
+
+
+async def test_a_manifest_that_the_plan_names_no_longer_is_not_fetched_again(world: World) -> None:
+    world.sent = [b"{}"]
+    world.take(POINT)
+    await until(lambda: world.asked == 1, "it is fetched")
+    world.take()
+    for _ in range(5):
+        await world.go_on()
+    assert world.asked == 1
+    await world.close()
+
+
+async def test_a_request_waits_for_a_manifest_that_the_plan_names(world: World) -> None:
+    """A relay has the plan before it has the manifest."""
+    world.sent = [b"{}", DOCUMENT]
+    world.take(POINT)
+    found = asyncio.create_task(world.manifests.get(None, POINT_ID))
+    await until(lambda: world.asked == 1, "it is fetched")
+    assert not found.done()
+    await world.go_on()
+    assert await found == DOCUMENT
+    await world.close()
+
+
+async def test_no_manifest_is_stored_after_a_seal(world: World) -> None:
+    world.node.write_shard(HEADER, BytesSource(DATA))
+    world.take(POINT)
+    world.current.state = world.current.state.sealed_for(RestartRound(1))
+    for _ in range(5):
+        await world.go_on()
+    assert world.node.list_manifests() == ()
     await world.close()
 
 

@@ -27,7 +27,6 @@ from holdfast_core.errors import TierError, UnavailableError
 from holdfast_core.format.canonical import hex_of
 from holdfast_core.ids import Digest, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import (
-    ManifestDocument,
     Member,
 )
 from holdfast_core.node.tier import DiskNodeTier
@@ -60,10 +59,10 @@ class Peer:
                 writer.write(os.pread(reader.fd, 4096, piece))
             return SimpleNamespace(received_bytes=writer.commit().file_bytes)
 
-    async def get(self, worker: Worker, path: str, reply: Any, **options: Any) -> ManifestDocument:
+    async def manifest(self, *_: object, **options: Any) -> bytes:
         if self.is_away:
             raise UnavailableError("connection refused")
-        return ManifestDocument(DOCUMENT.decode())
+        return DOCUMENT
 
     async def layout(self, worker: Worker, digest: Digest) -> bytes:
         if self.is_away:

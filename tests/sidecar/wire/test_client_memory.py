@@ -12,7 +12,7 @@ from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.ids import Worker
-from holdfast_core.messages.schema import ManifestPut
+from holdfast_core.messages.schema import FinishCommit
 from holdfast_core.net.tls import TlsFiles, client_context, peer_dns_name, server_context
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.verbs import PATHS
@@ -59,7 +59,7 @@ async def test_a_body_for_slow_members_is_buffered_in_pieces(tmp_path: Path) -> 
     try:
         before, _ = tracemalloc.get_traced_memory()
         calls = [
-            asyncio.create_task(peers.exchange(Worker(1), PATHS[ManifestPut], None, body))
+            asyncio.create_task(peers.exchange(Worker(1), PATHS[FinishCommit], None, body))
             for _ in range(RECEIVERS)
         ]
         for _ in range(RECEIVERS):

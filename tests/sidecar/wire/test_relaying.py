@@ -1,4 +1,4 @@
-"""What a relay answers for the workers of its group, and what the coordinator answers to each letter."""
+"""A relay merges the reports of its group, and keeps the newest plan for it."""
 
 from __future__ import annotations
 
@@ -6,132 +6,146 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.sidecar.rounds import accepted, round_message
+from tests.support.sidecar.waiting import until
 
-from holdfast_core.errors import NotFoundError, RefusedError, UnavailableError
-from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.codec import loads
-from holdfast_core.messages.report import Answer, Letter, Relay, encode
-from holdfast_core.messages.schema import Ok, Refusal, Refused, WorkerReport
+from holdfast_core.errors import RefusedError, StaleRoundError, UnavailableError
+from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.messages.schema import Ok, Plan, Refusal, WorkerReport, WorkerReports
 from holdfast_sidecar.base.pod import CurrentRound
-from holdfast_sidecar.base.rounds import Caller
-from holdfast_sidecar.wire.relaying import Relaying
+from holdfast_sidecar.wire.relaying import PlanBoard, Relaying, is_newer
 
 ROUND = RestartRound(0)
-GANG = round_message(workers=6, coordinator=Worker(0), fan_in=2)
-LEVEL = b'{"round":0}'
+GANG = round_message(workers=6, coordinator=Worker(0), fan_in=3)
 
 
-def report(worker: int) -> WorkerReport:
-    return WorkerReport(ROUND, Worker(worker), done=True)
-
-
-def letter_of(worker: int) -> Letter:
-    return Letter("/v1/report", (Worker(worker),), encode(report(worker)))
-
-
-class Group:
-    """The workers that a relay reaches, and its mail to the coordinator."""
+class Coordinator:
+    """A coordinator that answers when the test lets it."""
 
     def __init__(self) -> None:
-        self.away: set[int] = set()
-        self.received: list[tuple[int, str, bytes]] = []
+        self.received: list[list[int]] = []
+        self.answers = asyncio.Semaphore(0)
+        self.error: Exception | None = None
 
-    async def exchange(
-        self, worker: Worker, path: str, body: bytes, round_: RestartRound | None, *, seconds: float
-    ) -> Answer:
+    async def call(self, worker: Worker, message: WorkerReports, kind: type[Any]) -> Ok:
+        self.received.append([report.worker for report in message.reports])
+        await self.answers.acquire()
+        if self.error is not None:
+            raise self.error
+        return Ok(message.round, stacks_token=str(len(self.received)))
+
+
+def reports(worker: int, round_: RestartRound = ROUND, **fields: Any) -> WorkerReports:
+    return WorkerReports(round_, (WorkerReport(round_, Worker(worker), **fields),))
+
+
+def relaying(coordinator: Coordinator) -> Relaying:
+    return Relaying(CurrentRound(accepted(GANG, worker=3)), cast(Any, coordinator))
+
+
+async def test_reports_that_arrive_during_a_request_go_together() -> None:
+    coordinator = Coordinator()
+    relay = relaying(coordinator)
+    first = asyncio.create_task(relay.report(reports(3)))
+    await until(lambda: coordinator.received == [[3]], "the first request")
+    others = [asyncio.create_task(relay.report(reports(w))) for w in (4, 5, 4)]
+    await asyncio.sleep(0)
+    coordinator.answers.release()
+    assert (await first).stacks_token == "1"
+    await until(lambda: len(coordinator.received) == 2, "the second request")
+    assert coordinator.received[1] == [4, 5], "the newest report of each worker"
+    assert not any(task.done() for task in others), "the relay acknowledges nothing itself"
+    coordinator.answers.release()
+    assert {(await task).stacks_token for task in others} == {"2"}
+
+
+@pytest.mark.fault("The coordinator does not answer its relay")
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        pytest.param(UnavailableError("no reply"), RefusedError, id="silent"),
+        pytest.param(
+            StaleRoundError("over", own_round=1, own_version=0), StaleRoundError, id="over"
+        ),
+    ],
+)
+async def test_a_group_hears_that_the_coordinator_has_no_report(
+    error: Exception, raised: type[Exception]
+) -> None:
+    coordinator = Coordinator()
+    coordinator.error = error
+    relay = relaying(coordinator)
+    found = [asyncio.create_task(relay.report(reports(w))) for w in (3, 4)]
+    coordinator.answers.release()
+    coordinator.answers.release()
+    for task in found:
+        with pytest.raises(raised) as caught:
+            await task
+        if isinstance(caught.value, RefusedError):
+            assert caught.value.code is Refusal.BUSY, "the worker repeats its report"
+
+
+@pytest.mark.fault(
+    "The request of a relay to a lost coordinator is under way when the next round begins"
+)
+async def test_reports_of_the_next_round_do_not_wait_for_a_request_of_the_last_one() -> None:
+    coordinator = Coordinator()
+    relay = relaying(coordinator)
+    old = asyncio.create_task(relay.report(reports(3)))
+    await until(lambda: len(coordinator.received) == 1, "the old request")
+    new = asyncio.create_task(relay.report(reports(3, RestartRound(1))))
+    await until(lambda: len(coordinator.received) == 2, "the new request")
+    for task in (old, new):
+        task.cancel()
+
+
+async def test_a_batch_that_is_large_goes_without_later_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("holdfast_sidecar.wire.relaying._MOST_SHARDS", 0)
+    coordinator = Coordinator()
+    relay = relaying(coordinator)
+    for worker in (3, 4, 5):
+        asyncio.create_task(relay.report(reports(worker)))  # noqa: RUF006
         await asyncio.sleep(0)
-        if worker in self.away:
-            raise UnavailableError(f"worker {worker} is away")
-        self.received.append((worker, path, body))
-        return Answer(200, b"%d" % worker)
-
-    def mail(self, worker: Worker) -> Group:
-        return self
-
-    async def deliver(self, path: str, worker: Worker, body: bytes) -> Answer:
-        if 0 in self.away:
-            raise UnavailableError("worker 0 is away")
-        self.received.append((worker, path, body))
-        return Answer(200, encode(Ok(ROUND, stacks_token="7")))
+    for _ in range(3):
+        coordinator.answers.release()
+    await until(lambda: coordinator.received == [[3], [4], [5]], "a request for each")
 
 
-def relaying(worker: int, group: Group) -> Relaying:
-    return Relaying(CurrentRound(accepted(GANG, worker=worker)), cast(Any, group))
+def plan(coordinator: str, version: int, **fields: Any) -> Plan:
+    return Plan(ROUND, coordinator=coordinator, version=version, **fields)
 
 
-async def refuse_all(caller: Caller, path: str, message: Any) -> Any:
-    raise AssertionError(f"a relay handles no message itself: {path}")
+plans = st.builds(plan, st.sampled_from(["", "a", "b"]), st.integers(0, 3))
 
 
-async def test_a_relay_answers_for_each_worker_of_each_letter_in_order() -> None:
-    group = Group()
-    letters = (
-        Letter("/v1/plan", (Worker(3), Worker(2)), LEVEL),
-        Letter("/v1/manifest", (Worker(3),), LEVEL),
-    )
-    reply = await relaying(2, group).serve(Relay(ROUND, letters), refuse_all)
-    assert [a.body for a in reply.answers] == [b"3", b"2", b"3"]
-    assert {(w, path) for w, path, _ in group.received} == {
-        (3, "/v1/plan"),
-        (2, "/v1/plan"),
-        (3, "/v1/manifest"),
-    }
+@given(plans, plans)
+def test_of_two_plans_of_a_process_at_most_one_is_newer(one: Plan, other: Plan) -> None:
+    forth = is_newer(one, other.coordinator, other.version)
+    back = is_newer(other, one.coordinator, one.version)
+    if one.coordinator == other.coordinator:
+        assert not (forth and back)
+    assert not is_newer(one, one.coordinator, one.version)
+    assert not (one.coordinator == "" and forth), "no plan is newer than none"
 
 
-@pytest.mark.fault("A worker behind a relay is silent")
-async def test_a_silent_worker_is_no_acknowledgement_and_hides_no_other_one() -> None:
-    group = Group()
-    group.away = {3}
-    letters = (Letter("/v1/manifest", (Worker(3), Worker(2)), LEVEL),)
-    reply = await relaying(2, group).serve(Relay(ROUND, letters), refuse_all)
-    assert [a.status for a in reply.answers] == [503, 200]
-
-
-async def test_the_coordinator_handles_each_letter_as_from_its_sender() -> None:
-    handled: list[tuple[str, int]] = []
-
-    async def dispatch(caller: Caller, path: str, message: Any) -> Any:
-        handled.append((caller.pod, message.worker))
-        if message.worker == 3:
-            raise RefusedError(Refusal.CONFLICT, "another digest")
-        if message.worker == 5:
-            raise NotFoundError("no such step")
-        return Ok(ROUND)
-
-    letters = tuple(letter_of(w) for w in (2, 3, 5))
-    reply = await relaying(0, Group()).serve(Relay(ROUND, letters), dispatch)
-    assert handled == [("gpt-2-r0", 2), ("gpt-3-r0", 3), ("gpt-5-r0", 5)]
-    assert [a.status for a in reply.answers] == [200, 409, 409]
-    codes = [loads(Refused, a.body).code for a in reply.answers[1:]]
-    assert codes == [Refusal.CONFLICT, Refusal.NOT_FOUND]
-
-
-async def test_a_letter_that_is_no_message_is_refused_alone() -> None:
-    async def dispatch(caller: Caller, path: str, message: Any) -> Any:
-        return Ok(ROUND)
-
-    letters = (
-        Letter("/v1/report", (Worker(2),), b"[]"),
-        Letter("/v1/nothing", (Worker(2),), b"{}"),
-        Letter("/v1/relay", (Worker(2),), encode(Relay(ROUND, (letter_of(2),)))),
-        Letter("/v1/prune", (Worker(2),), b'{"round":0,"checkpoints":[]}'),
-        letter_of(3),
-    )
-    reply = await relaying(0, Group()).serve(Relay(ROUND, letters), dispatch)
-    assert [a.status for a in reply.answers] == [400, 400, 400, 400, 200]
-
-
-async def test_a_relay_passes_the_coordinators_reply_on() -> None:
-    group = Group()
-    reply = await relaying(2, group).to_coordinator("/v1/report", report(3))
-    assert reply == Ok(ROUND, stacks_token="7")
-    assert group.received == [(3, "/v1/report", encode(report(3)))]
-
-
-async def test_a_relay_without_its_coordinator_asks_for_patience() -> None:
-    group = Group()
-    group.away = {0}
-    with pytest.raises(RefusedError) as refused:
-        await relaying(2, group).to_coordinator("/v1/report", report(3))
-    assert refused.value.code is Refusal.BUSY
+async def test_a_worker_waits_until_there_is_a_plan_that_it_lacks() -> None:
+    board = PlanBoard(ROUND)
+    waiting = asyncio.create_task(board.newer(Worker(4), "", 0, 3600))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    board.publish(plan("a", 2, write=Step(1)))
+    assert (await waiting).write == 1
+    board.publish(plan("a", 1))
+    assert board.plan.version == 2, "one that was overtaken"
+    assert (await board.newer(Worker(4), "b", 7, 3600)).version == 2, "of another process"
+    assert (await board.newer(Worker(4), "a", 2, 0.0)).version == 2, "after the time-out"
+    assert board.is_known_to([Worker(4)])
+    assert not board.is_known_to([Worker(4), Worker(5)])
+    waiting = asyncio.create_task(board.newer(Worker(4), "a", 2, 3600))
+    await asyncio.sleep(0)
+    board.close()
+    await asyncio.wait_for(waiting, 60)

@@ -24,7 +24,6 @@ from holdfast_core.messages.schema import (
     Inventory,
     ListedManifest,
     ListedShard,
-    ManifestDocument,
     Ok,
     Prune,
     PruneReply,
@@ -195,13 +194,13 @@ class PlayedSidecar:
     async def _manifest(self, request: web.Request) -> web.Response:
         self.calls.append(("manifest", int(request.query["step"])))
         if self.raw_manifest is not None:
-            return _json(ManifestDocument(self.raw_manifest))
+            return web.Response(body=self.raw_manifest.encode())
         wanted = (int(request.query["step"]), int(request.query["round"]))
         if wanted[0] in self.slow:
             await self.slow[wanted[0]].wait()
         for manifest in self.manifests:
             if (manifest.step, manifest.restart_round) == wanted and wanted[0] not in self.deleted:
-                return _json(ManifestDocument(manifest.to_bytes().decode()))
+                return web.Response(body=manifest.to_bytes())
         return self._refuse(Refusal.NOT_FOUND, "no such manifest")
 
     async def _state(self, request: web.Request) -> web.Response:

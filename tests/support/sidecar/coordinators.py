@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -13,13 +14,21 @@ from tests.support.sidecar.rounds import first_round
 from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.ids import Step, Worker
-from holdfast_core.messages.schema import Ok, Policy, ReportedShard, WorkerReport
+from holdfast_core.messages.schema import (
+    Ok,
+    Plan,
+    Policy,
+    ReportedShard,
+    WorkerReport,
+    WorkerReports,
+)
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.coordinator.coordinator import Coordinator
+from holdfast_sidecar.coordinator.plan import missing
 
 
 class CoordinatorWorld:
@@ -42,6 +51,8 @@ class CoordinatorWorld:
         message = replace(message, **fields)
         self._round = message.round
         self._reports: dict[int, WorkerReport] = {}
+        self._members = members
+        self._workers = message.workers
         self.clock = ManualClock()
         self.pools = Pools(disk=1, fetch=1, store=1)
         self.coordinator = Coordinator(
@@ -52,7 +63,6 @@ class CoordinatorWorld:
             ),
             message if policy is None else replace(message, policy=policy),
             Tiers(ScratchTier(), store, self.pools),
-            members,
             Failures(lambda: None),
         )
 
@@ -74,13 +84,34 @@ class CoordinatorWorld:
 
     def tell(self, worker: int, **fields: Any) -> Ok:
         """Send a report of a worker, which replaces these fields of its last one. Return the reply."""
-        before = self._reports.get(worker, WorkerReport(self._round, Worker(worker)))
-        self._reports[worker] = replace(before, **fields)
-        return self.coordinator.report(self._reports[worker])
+        self._reports[worker] = replace(self._report(worker), **fields)
+        return self.coordinator.report(WorkerReports(self._round, (self._reports[worker],)))
+
+    def _report(self, worker: int) -> WorkerReport:
+        return self._reports.get(worker, WorkerReport(self._round, Worker(worker)))
+
+    async def _follow(self, worker: Worker) -> None:
+        """Give a member what is new in each plan. It stores the manifests that the plan names."""
+        known = Plan(self._round)
+        while True:
+            plan = await self.coordinator.plan(worker, known.coordinator, known.version, 3600)
+            found, known = missing(plan, known), plan
+            if found is None:
+                continue
+            await self._members.call(worker, found, Ok)
+            for point in found.manifests:
+                assert point.step is not None
+                shard = replace(self.shard(worker, point.step), committed=True)
+                report = replace(self._report(worker), shards=(shard,))
+                self.coordinator.report(WorkerReports(self._round, (report,)))
 
     async def __aenter__(self) -> Self:
+        workers = range(self._workers)
+        self._following = [asyncio.create_task(self._follow(Worker(w))) for w in workers]
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for task in self._following:
+            task.cancel()
         await self.coordinator.close()
         self.pools.close()

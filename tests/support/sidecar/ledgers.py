@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import ReportedShard, ShardInfo
@@ -20,21 +22,23 @@ def shard_info(rank: int, digest: Digest = SHARD_DIGEST) -> ShardInfo:
     return ShardInfo(Rank(rank), 100, digest, digest)
 
 
-def reported(rank: int, step: Step, *, replicated: bool = False, round_: int = 1) -> ReportedShard:
+def reported(
+    rank: int, step: Step, *, committed: bool = False, replicated: bool = False, round_: int = 1
+) -> ReportedShard:
     """Return what a worker reports of the shard of a rank."""
-    return ReportedShard(
-        step, RestartRound(round_), shard_info(rank), LAYOUT, replicated=replicated
-    )
+    shard = ReportedShard(step, RestartRound(round_), shard_info(rank), LAYOUT)
+    return replace(shard, committed=committed, replicated=replicated)
 
 
 def new_ledger(*, workers: int = 2, expects_copies: bool = True) -> Ledger:
     """Return the empty ledger of round 1, with one rank in each worker."""
     names = tuple(Worker(w) for w in range(workers))
-    return Ledger(RestartRound(1), workers, names, expects_copies=expects_copies)
+    first = frozenset({Rank(0)})
+    return Ledger(RestartRound(1), workers, names, first=first, expects_copies=expects_copies)
 
 
-def acknowledge(ledger: Ledger, *steps: int) -> list[bool]:
-    """Build the manifest of each step and let every worker acknowledge it.
+def store_manifests(ledger: Ledger, *steps: int) -> list[bool]:
+    """Build the manifest of each step and let every worker report that it has it.
 
     Returns whether each step became local by that.
     """
@@ -42,7 +46,9 @@ def acknowledge(ledger: Ledger, *steps: int) -> list[bool]:
     for step in map(Step, steps):
         shards = tuple(shard_info(worker) for worker in ledger.workers)
         ledger.committed(step, b"{}", MANIFEST_DIGEST, shards)
-        risen.append([ledger.acknowledged(step, worker) for worker in ledger.workers][-1])
+        for worker in ledger.workers:
+            ledger.take(reported(worker, step, committed=True))
+        risen.append(ledger.settle_local(step))
     return risen
 
 
@@ -54,7 +60,7 @@ def replicate(ledger: Ledger, step: int, *ranks: int) -> bool:
 
 
 def commit(ledger: Ledger, step: int) -> None:
-    """Let every rank prepare the step, and every worker acknowledge its manifest."""
+    """Let every rank prepare the step, and every worker store its manifest."""
     for worker in ledger.workers:
         ledger.prepared(Step(step), shard_info(worker), LAYOUT)
-    acknowledge(ledger, step)
+    store_manifests(ledger, step)

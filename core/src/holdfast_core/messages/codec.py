@@ -78,14 +78,12 @@ _MAX_BYTES = MappingProxyType(
         "Seal": 4 * KIB,
         "GangRequest": 4 * KIB,
         "Refused": 64 * KIB,
-        "Ok": 64 * KIB,
+        "Ok": 1 * MIB,
         "Round": 4 * MIB,
-        "WorkerReport": 4 * MIB,
-        "ManifestPut": 64 * MIB,
+        "Plan": 1 * MIB,
+        "WorkerReports": 64 * MIB,
         "FinishCommit": 64 * MIB,
-        "Relay": 64 * MIB,
-        "RelayReply": 64 * MIB,
-        "ManifestDocument": 64 * MIB,
+        "bytes": 64 * MIB,  # a document as it is stored, such as a manifest
         "Inventory": 16 * MIB,
         "CoordinatorState": 16 * MIB,
     }

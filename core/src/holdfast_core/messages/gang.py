@@ -18,7 +18,7 @@ from holdfast_core.ids import (
     ShardRef,
     Step,
 )
-from holdfast_core.messages.codec import Document, Many, Natural, Sparse, Text
+from holdfast_core.messages.codec import Many, Natural, Sparse, Text
 from holdfast_core.messages.common import (
     LevelReached,
     Refused,
@@ -97,16 +97,6 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestPut:
-    """POST /v1/manifest, coordinator -> sidecar. The reply Ok means that it is durable there."""
-
-    round: RestartRound
-    step: Step
-    manifest: Document
-    """Canonical JSON text."""
-
-
-@dataclass(frozen=True, slots=True)
 class PersistRequest:
     """Part of Plan: upload the worker's shards of this committed step."""
 
@@ -126,21 +116,32 @@ class PersistRequest:
 
 @dataclass(frozen=True, slots=True)
 class Plan(Sparse):
-    """POST /v1/plan, coordinator -> sidecar: what the worker is to do, and the levels of its steps.
+    """Reply of GET /v1/plan: what the workers are to do, and the levels of their steps.
 
-    It has what differs from the plan that the worker has acknowledged, and everything for a process that has
-    just started. A sidecar that receives it again changes nothing.
+    It is always the whole plan, and the same for all workers. A sidecar that receives it again changes
+    nothing.
     """
 
     round: RestartRound
+    coordinator: Text = ""
+    """Identifies the process that has made the plan. "": there is no plan yet."""
+    version: Natural = 0
+    """Grows with each change in that process."""
     levels: Many[LevelReached] = ()
     """The ranks that wait for these levels are notified."""
     write: Step | None = None
     """The step that every rank whose slot holds it writes to its node tier next."""
     upload: PersistRequest | None = None
+    manifests: Many[RestorePoint] = ()
+    """Manifests of steps that are not local yet. The worker stores those that it lacks. It gets them with
+    GET /v1/manifest from the coordinator, or from its relay."""
     drop: Many[Step] = ()
     """Steps, of any round, that may be deleted from the node tier, copies for peers included. Their slots are
     freed, also those of saves that come later."""
+    save: Text = ""
+    """The newest token of a request to save. Rank 0 is asked once for each."""
+    stop: Text = ""
+    """The newest token of a request to save and stop."""
     released: bool = False
     """The sidecar may answer `Finish`."""
 
@@ -168,10 +169,3 @@ class Rendezvous:
     """host:port of the TCPStore. Empty after a time-out."""
     secret: Text = field(default="", repr=False)
     """See StoreAddress."""
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestDocument:
-    """Reply of GET /v1/manifest?step=&round=[&jobUid=], for the operator and members of the round."""
-
-    manifest: Document

@@ -324,7 +324,7 @@ class CoordinatorState(Clipped):
 
 @dataclass(frozen=True, slots=True)
 class GangRequest:
-    """POST /v1/save-now and /v1/stop, operator -> coordinator -> sidecar of rank 0.
+    """POST /v1/save-now and /v1/stop, operator -> coordinator. The plan passes it on to rank 0.
 
     POST /v1/end, operator -> coordinator: as /v1/stop, and the newest committed step is persisted, also if
     ranks have failed or none has started. The job is over.

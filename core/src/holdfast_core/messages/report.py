@@ -1,19 +1,12 @@
-"""The state of one worker, which its sidecar reports to the coordinator, and letters to several workers.
-
-Workers that the coordinator reaches through a relay get and send their messages as letters (ADR 0016).
-The body is one line of JSON, which lists the letters, and then their bytes one after another. A manifest is
-therefore not quoted again as a JSON text.
-"""
+"""The state of one worker, which its sidecar reports to the coordinator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated
 
 from msgspec import Meta
 
-from holdfast_core.errors import FormatError
-from holdfast_core.format.canonical import expect_length
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     CheckpointId,
@@ -40,9 +33,6 @@ from holdfast_core.messages.codec import (
     ShortText,
     Sparse,
     Text,
-    body_limit_bytes,
-    dumps,
-    loads,
 )
 from holdfast_core.messages.common import (
     Failure,
@@ -104,7 +94,10 @@ class ReportedShard(Sparse):
     round: RestartRound
     shard: ShardInfo
     layout: LayoutDigests | None
-    """None only for a shard of an older round: the manifest of its step exists."""
+    """None if the coordinator has received it, and for a shard of an older round: the manifest of its step
+    exists."""
+    committed: bool = False
+    """The manifest of its step is durable on the worker's node."""
     replicated: bool = False
     """All assigned peers have a durable copy. Always false without copies."""
     uploaded: bool = False
@@ -157,7 +150,7 @@ class AcceptedRound:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport(Clipped, Sparse):
-    """POST /v1/report, sidecar -> coordinator; reply Ok. This worker's part of CoordinatorState.
+    """Part of WorkerReports. This worker's part of CoordinatorState.
 
     It always has all that the coordinator lacks, so a lost report needs no repetition, and a coordinator that
     has just started needs one report of each worker. The sidecar sends it immediately when its urgent part,
@@ -188,14 +181,13 @@ class WorkerReport(Clipped, Sparse):
     saves: Annotated[tuple[RankSaves, ...], PerRank] = ()
     shards: Annotated[tuple[ReportedShard, ...], Meta(max_length=MAX_REPORTED)] = ()
     """The shards of the worker's ranks. If there are too many, the oldest are missing."""
+    lost: Many[Step] = ()
+    """Steps of this round whose manifest names a shard that the worker reported once and lacks now."""
     has_all_shards: bool = True
     """If not, `shards` lacks those that this coordinator has received as they are. See `Ok.wants_shards`."""
     manifests: Annotated[tuple[CheckpointId, ...], Meta(max_length=MAX_LISTED)] = ()
     """With `has_all_shards`, the newest checkpoints of the job whose manifest is on the worker's node. Where
     another node has lost its shard, nothing else says that a step is committed."""
-    has_plan: bool = False
-    """Whether this process has received a plan or a request of this coordinator. If not, what the coordinator
-    has sent to an earlier process is lost, and it sends everything again."""
     interval: Interval | None = None
     """The interval between saves as rank 0 has reported it, if it is given as a time and rank 0 is here."""
     step_metrics: Annotated[tuple[StepMetrics, ...], Meta(max_length=MAX_VALUED_STEPS)] = ()
@@ -233,118 +225,29 @@ class WorkerReport(Clipped, Sparse):
 
 
 @dataclass(frozen=True, slots=True)
-class Ok(Sparse):
-    round: RestartRound
-    wants_shards: bool = False
-    """In the reply to WorkerReport: the report lacks shards, and the coordinator has never received all of
-    them from this worker. The next report has all."""
-    refused: RefusedShard | None = None
-    """In the reply to WorkerReport: the first of its shards that the coordinator does not accept. It accepts
-    the others."""
-    stacks_token: Text = ""
-    """In the reply to WorkerReport: the coordinator requests the stacks of all ranks, because the gang
-    finishes no step. It identifies the request. "": there is none."""
-    waits_for_store: bool = False
-    """In the reply to WorkerReport: no pod may end before the newest step is in the object store, because no
-    pod that stays receives copies of the shards of a pod that ends."""
+class WorkerReports(Sparse):
+    """POST /v1/report, sidecar -> coordinator; reply Ok.
 
-
-T = TypeVar("T")
-
-_MAX_HEAD_BYTES = 4 << 20
-_MANY = Meta(max_length=1 << 16)
-
-
-@dataclass(frozen=True, slots=True)
-class Letter:
-    """One message that a relay passes on."""
-
-    path: str
-    workers: tuple[Worker, ...]
-    """To the coordinator: the worker that has sent it. From the coordinator: those that are to receive it."""
-    body: bytes
-    """The message as JSON. Empty for a GET request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Relay:
-    """POST /v1/relay, relay -> coordinator and coordinator -> relay; reply RelayReply."""
-
-    round: RestartRound
-    letters: tuple[Letter, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one worker has answered to one letter, as HTTP status and body. 503: it did not answer."""
-
-    status: int
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RelayReply:
-    """One answer for each worker of each letter, in their order."""
-
-    round: RestartRound
-    answers: tuple[Answer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    size_bytes: Natural
-    path: Text = ""
-    workers: Annotated[tuple[Worker, ...], PerWorker] = ()
-    status: Natural = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    round: RestartRound
-    parts: Annotated[tuple[_Part, ...], _MANY]
-
-
-def encode(message: Any) -> bytes:
-    """Return the body of any message over HTTPS."""
-    return b"".join(pieces(message))
-
-
-def pieces(message: Any) -> tuple[bytes, ...]:
-    """Return the body of any message over HTTPS, without a copy of the letters or answers in it."""
-    match message:
-        case Relay():
-            parts = tuple(_Part(len(x.body), x.path, x.workers) for x in message.letters)
-            bodies = [x.body for x in message.letters]
-        case RelayReply():
-            parts = tuple(_Part(len(x.body), status=x.status) for x in message.answers)
-            bodies = [x.body for x in message.answers]
-        case _:
-            return (dumps(message),)
-    return (dumps(_Head(message.round, parts)), b"\n", *bodies)
-
-
-def decode(kind: type[T], data: bytes) -> T:
-    """Parse the body of any message over HTTPS.
-
-    Raises:
-        FormatError: It is not a valid message of this type.
+    A worker sends its own report, and a relay those of its group that have arrived since its last request.
     """
-    if kind is not Relay and kind is not RelayReply:
-        return loads(kind, data)
-    name = kind.__name__
-    expect_length(data, name, body_limit_bytes(kind))
-    end = data.find(b"\n")
-    if end < 0:
-        raise FormatError(f"{name}: expected a line of JSON before the messages")
-    head = loads(_Head, data[:end], limit_bytes=_MAX_HEAD_BYTES)
-    if sum(part.size_bytes for part in head.parts) != len(data) - end - 1:
-        raise FormatError(f"{name}: the messages do not have the lengths that the first line names")
-    bodies, offset = [], end + 1
-    for part in head.parts:
-        bodies.append(data[offset : offset + part.size_bytes])
-        offset += part.size_bytes
-    parts = zip(head.parts, bodies, strict=True)
-    if kind is Relay:
-        letters = tuple(Letter(p.path, p.workers, body) for p, body in parts)
-        return cast(T, Relay(head.round, letters))
-    return cast(T, RelayReply(head.round, tuple(Answer(p.status, body) for p, body in parts)))
+
+    round: RestartRound
+    reports: Annotated[tuple[WorkerReport, ...], PerWorker]
+
+
+@dataclass(frozen=True, slots=True)
+class Ok(Sparse):
+    """The other fields are for WorkerReports. Each worker takes what is about it."""
+
+    round: RestartRound
+    wants_shards: Annotated[tuple[Worker, ...], PerWorker] = ()
+    """Workers whose reports lack shards, and of which the coordinator has never received all. Their next
+    reports have all."""
+    refused: Annotated[tuple[RefusedShard, ...], PerWorker] = ()
+    """The first shard of each report that the coordinator does not accept. It accepts the others."""
+    stacks_token: Text = ""
+    """The coordinator requests the stacks of all ranks, because the gang finishes no step. It identifies the
+    request. "": there is none."""
+    waits_for_store: bool = False
+    """No pod may end before the newest step is in the object store, because no pod that stays receives copies
+    of the shards of a pod that ends."""

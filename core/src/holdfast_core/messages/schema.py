@@ -27,8 +27,6 @@ from holdfast_core.messages.common import (
 from holdfast_core.messages.gang import (
     CopyReply,
     CopyRequest,
-    ManifestDocument,
-    ManifestPut,
     ObjectRange,
     PersistRequest,
     Plan,
@@ -100,4 +98,5 @@ from holdfast_core.messages.report import (
     ReportedShard,
     StepMetrics,
     WorkerReport,
+    WorkerReports,
 )

@@ -78,6 +78,10 @@ class CurrentRound:
         replaced, self._replaced = self._replaced, asyncio.Event()
         replaced.set()
 
+    async def replaced(self) -> None:
+        """Wait until the state is replaced."""
+        await self._replaced.wait()
+
     async def unsealed(self, round_: RestartRound) -> None:
         """Wait while this sidecar is sealed for this round.
 

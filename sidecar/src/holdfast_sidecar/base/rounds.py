@@ -18,15 +18,12 @@ from enum import StrEnum
 from typing import Any
 
 from holdfast_core.ids import Digest, RestartRound, Worker, is_spare, ranks_of
-from holdfast_core.messages.report import Relay
 from holdfast_core.messages.schema import (
     AcceptedRound,
     CopyRequest,
     FinishCommit,
     GangRequest,
-    ManifestPut,
     Member,
-    Plan,
     Prune,
     Refusal,
     Refused,
@@ -34,6 +31,7 @@ from holdfast_core.messages.schema import (
     Seal,
     Suspect,
     WorkerReport,
+    WorkerReports,
 )
 
 
@@ -142,9 +140,6 @@ class From(StrEnum):
 
     OPERATOR = "operator"
     MEMBER = "member"
-    COORDINATOR = "coordinator"
-    OPERATOR_OR_COORDINATOR = "operator or coordinator"
-    OTHER_END = "to the coordinator a relay, to a relay the coordinator"
 
 
 class To(StrEnum):
@@ -152,7 +147,6 @@ class To(StrEnum):
 
     ANY = "any sidecar"
     COORDINATOR = "the coordinator, or the relay of the sender"
-    REQUESTED = "the coordinator, or the sidecar of rank 0 on request of the coordinator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,29 +163,12 @@ RULES: dict[type[Any], Rule] = {
     Seal: Rule(From.OPERATOR, To.ANY, fenced=False),
     Round: Rule(From.OPERATOR, To.ANY, fenced=False),
     FinishCommit: Rule(From.OPERATOR, To.ANY, fenced=False),
-    GangRequest: Rule(From.OPERATOR_OR_COORDINATOR, To.REQUESTED, fenced=True),
+    GangRequest: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
     Prune: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
     CopyRequest: Rule(From.MEMBER, To.ANY, fenced=True),
-    WorkerReport: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
-    ManifestPut: Rule(From.COORDINATOR, To.ANY, fenced=True),
-    Plan: Rule(From.COORDINATOR, To.ANY, fenced=True),
+    WorkerReports: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     Suspect: Rule(From.MEMBER, To.ANY, fenced=False),
-    Relay: Rule(From.OTHER_END, To.ANY, fenced=True),
 }
-
-
-def is_of_coordinator(kind: type[Any]) -> bool:
-    """Return whether messages of this type pass between the coordinator and the workers.
-
-    Relays pass only these on. What members send one another goes to its receiver itself, also if one of
-    them is the coordinator.
-    """
-    rule = RULES[kind]
-    return (
-        rule.receiver is To.COORDINATOR
-        or rule.sender is From.COORDINATOR
-        or rule.sender is From.OPERATOR_OR_COORDINATOR
-    )
 
 
 def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
@@ -214,7 +191,6 @@ def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
         or fence(state, message.round)
         or _sender(state, caller, rule.sender)
         or _receiver(state, caller, rule.receiver)
-        or _letters(state, caller, message)
         or _check_sender(state, caller, message)
         or (_not_assigned(state, caller, message) if isinstance(message, CopyRequest) else None)
     )
@@ -304,6 +280,14 @@ def refuse_rendezvous(state: RoundState, caller: Caller, round_: RestartRound) -
     return None
 
 
+def refuse_plan(state: RoundState, caller: Caller, round_: RestartRound) -> Refused | None:
+    """Return why GET /v1/plan is refused, or None. The coordinator serves it, and a relay its group."""
+    if caller.operator:
+        return _not_member(state, caller)
+    refused = fence(state, round_) or refuse_reader(state, caller)
+    return refused or _receiver(state, caller, To.COORDINATOR)
+
+
 def _sealed(state: RoundState) -> Refused | None:
     if state.accepted is not None:
         return None
@@ -390,16 +374,6 @@ def _not_coordinator(state: RoundState) -> Refused:
     )
 
 
-def _sends_for_coordinator(state: RoundState, caller: Caller) -> bool:
-    """Return whether the caller is the coordinator, or the relay of this worker."""
-    member, accepted = state.member_of_pod(caller.pod), state.accepted
-    return (
-        member is not None
-        and accepted is not None
-        and member.worker in (accepted.coordinator, relay_of(accepted, state.worker))
-    )
-
-
 def _is_relay_of(state: RoundState, caller: Caller) -> bool:
     """Return whether this worker passes on what the caller sends to the coordinator."""
     member, accepted = state.member_of_pod(caller.pod), state.accepted
@@ -410,44 +384,6 @@ def _is_relay_of(state: RoundState, caller: Caller) -> bool:
     )
 
 
-def _not_other_end(state: RoundState, caller: Caller) -> Refused | None:
-    """Return why a Relay is refused: it passes between the coordinator and another group's relay only."""
-    member, accepted = state.member_of_pod(caller.pod), state.accepted
-    if member is None or accepted is None:
-        return _not_member(state, caller)
-    if state.is_coordinator:
-        relay = member.worker
-    elif member.worker == accepted.coordinator:
-        relay = state.worker
-    else:
-        return _not_coordinator(state)
-    if relay_of(accepted, relay) == relay:
-        return None
-    return state.refused(
-        Refusal.NOT_MEMBER, f"worker {relay} is not a relay in round {state.round}"
-    )
-
-
-def _letters(state: RoundState, caller: Caller, message: Any) -> Refused | None:
-    """Return why a Relay is refused that has passed `_not_other_end`: a letter is not of the group."""
-    member, accepted = state.member_of_pod(caller.pod), state.accepted
-    if not isinstance(message, Relay) or member is None or accepted is None:
-        return None
-    relay = member.worker if state.is_coordinator else state.worker
-    for letter in message.letters:
-        if state.is_coordinator and len(letter.workers) != 1:
-            return state.refused(Refusal.BAD_REQUEST, "a letter has one sender")
-        if not letter.path.startswith("/v1/"):
-            # The path is appended to a member's address. With "@host" it would name another host.
-            return state.refused(Refusal.BAD_REQUEST, "the path of a letter begins with /v1/")
-        for worker in letter.workers:
-            if state.member(worker) is None or relay_of(accepted, worker) != relay:
-                return state.refused(
-                    Refusal.NOT_MEMBER, f"worker {relay} is not the relay of worker {worker}"
-                )
-    return None
-
-
 def _sender(state: RoundState, caller: Caller, sender: From) -> Refused | None:
     match sender:
         case From.OPERATOR:
@@ -455,14 +391,6 @@ def _sender(state: RoundState, caller: Caller, sender: From) -> Refused | None:
         case From.MEMBER:
             member = state.member_of_pod(caller.pod)
             return None if member is not None else _not_member(state, caller)
-        case From.COORDINATOR:
-            return None if _sends_for_coordinator(state, caller) else _not_member(state, caller)
-        case From.OPERATOR_OR_COORDINATOR:
-            if caller.operator or _sends_for_coordinator(state, caller):
-                return None
-            return _not_member(state, caller)
-        case From.OTHER_END:
-            return _not_other_end(state, caller)
 
 
 def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None:
@@ -472,28 +400,44 @@ def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None
         case To.COORDINATOR:
             accepts = state.is_coordinator or _is_relay_of(state, caller)
             return None if accepts else _not_coordinator(state)
-        case To.REQUESTED:
-            accepts = state.is_coordinator if caller.operator else state.worker == 0
-            return None if accepts else _not_coordinator(state)
 
 
 def _check_sender(state: RoundState, caller: Caller, message: Any) -> Refused | None:
-    """Return why a report is refused that a member sends for another worker or for ranks it does not run."""
-    if not isinstance(message, WorkerReport):
+    """Return why reports are refused that a member sends for others or for ranks they do not run.
+
+    The coordinator takes the reports of a group from its relay, too.
+    """
+    member, accepted = state.member_of_pod(caller.pod), state.accepted
+    if not isinstance(message, WorkerReports) or accepted is None:
         return None
-    member = state.member_of_pod(caller.pod)
-    if member is None or member.worker != message.worker:
-        return state.refused(
-            Refusal.NOT_MEMBER, f"{caller.pod} is not worker {message.worker} of this round"
+    for report in message.reports:
+        may = member is not None and (
+            member.worker == report.worker
+            or (
+                state.is_coordinator
+                and state.member(report.worker) is not None
+                and relay_of(accepted, report.worker) == member.worker
+            )
         )
-    ranks = [d.rank for d in message.dead] + [p.rank for p in message.progress]
-    ranks += [s.rank for s in message.stacks] + [s.rank for s in message.saves]
-    ranks += [s.shard.rank for s in message.shards]
-    own = ranks_of(message.worker, state.procs_per_worker)
+        if not may:
+            return state.refused(
+                Refusal.NOT_MEMBER, f"{caller.pod} is not worker {report.worker} of this round"
+            )
+        refused = fence(state, report.round) or _foreign_ranks(state, report)
+        if refused is not None:
+            return refused
+    return None
+
+
+def _foreign_ranks(state: RoundState, report: WorkerReport) -> Refused | None:
+    ranks = [d.rank for d in report.dead] + [p.rank for p in report.progress]
+    ranks += [s.rank for s in report.stacks] + [s.rank for s in report.saves]
+    ranks += [s.shard.rank for s in report.shards]
+    own = ranks_of(report.worker, state.procs_per_worker)
     if all(rank in own for rank in ranks):
         return None
     return state.refused(
-        Refusal.NOT_MEMBER, f"worker {message.worker} runs ranks {own.start}..{own.stop - 1} only"
+        Refusal.NOT_MEMBER, f"worker {report.worker} runs ranks {own.start}..{own.stop - 1} only"
     )
 
 
@@ -528,12 +472,7 @@ def relay_of(message: Round, worker: Worker) -> Worker:
     return Worker(group * message.fan_in)
 
 
-def next_hop(message: Round, sender: Worker, receiver: Worker) -> Worker:
-    """Return the worker to which `sender` sends a message for `receiver`, which may be `receiver` itself."""
-    if receiver == message.coordinator:
-        relay = relay_of(message, sender)
-    elif sender == message.coordinator:
-        relay = relay_of(message, receiver)
-    else:
-        return receiver
-    return receiver if relay == sender else relay
+def next_hop(message: Round, worker: Worker) -> Worker:
+    """Return the worker that a worker reports to, and that it gets the plan from."""
+    relay = relay_of(message, worker)
+    return message.coordinator if relay == worker else relay

@@ -37,7 +37,6 @@ from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger, StepEntry
-from holdfast_sidecar.coordinator.outbox import Outbox
 from holdfast_sidecar.coordinator.plan import (
     SlotChoice,
     abandoned_steps,
@@ -46,6 +45,7 @@ from holdfast_sidecar.coordinator.plan import (
     lost_steps,
     steps_to_prune,
 )
+from holdfast_sidecar.coordinator.plans import Plans
 from holdfast_sidecar.coordinator.uploads import GangUploads
 from holdfast_sidecar.upkeep.prune import protected_steps, quarantined
 
@@ -71,7 +71,7 @@ class RoundParts:
     the reports of a gang of which pods end ask for them."""
     ledger: Ledger
     gathered: Gathered
-    outbox: Outbox
+    plans: Plans
     uploads: GangUploads
     changed: Signal[[]]
     """Shows the operator a change now, and looks for messages that follow from it for any member.
@@ -91,7 +91,7 @@ class Retention:
         self._ledger = parts.ledger
         self._gathered = parts.gathered
         self._uploads = parts.uploads
-        self._outbox = parts.outbox
+        self._plans = parts.plans
         self._older: set[CheckpointId] = set()
         """Checkpoints of older rounds on this round's lineage, and of this round where a member lacks its
         shard. Retention counts them besides the ledger's steps."""
@@ -193,7 +193,7 @@ class Retention:
 
     def _forget(self, gone: tuple[Step, ...]) -> None:
         self._older = {c for c in self._older if c.step not in gone}
-        self._outbox.prune(gone)
+        self._plans.prune(gone)
 
     async def prune(self, message: Prune) -> PruneReply:
         """Delete checkpoints from the object store, each manifest before its other objects.
@@ -248,7 +248,7 @@ class Commits:
         self._ledger = parts.ledger
         self._gathered = parts.gathered
         self._uploads = parts.uploads
-        self._outbox = parts.outbox
+        self._plans = parts.plans
         self._retention = retention
         self._tasks = Tasks()
         self._building = set[Step]()
@@ -295,6 +295,8 @@ class Commits:
         # All shards are recorded first: a choice about slots must not take a later one of them for skipped.
         for step in sorted(new):
             self._advance(step)
+        if new and message.worker == self._parts.message.coordinator:
+            self._parts.changed()  # The other members may have the manifest now.
         return refused[0] if refused else None
 
     def _advance(self, step: Step) -> None:
@@ -319,7 +321,7 @@ class Commits:
             self._tasks.spawn(self._commit(entry), f"manifest of step {entry.step}")
 
     async def _commit(self, entry: StepEntry) -> None:
-        """Build the manifest of a step in a thread. The outbox sends it to the members."""
+        """Build the manifest of a step in a thread. The plan names it from then on."""
         try:
             parent = self._parts.message.restore_point.manifest
             built = await self._pools.read.run(build_manifest, self._contract, parent, entry)
@@ -339,15 +341,7 @@ class Commits:
             return
         logs.info("manifest built", step=entry.step, round=entry.round, manifest=built.digest)
         self._parts.changed()
-
-    def acknowledged(self, step: Step, worker: Worker) -> None:
-        """Record that a member has the manifest on its disk."""
-        if step not in self._ledger.steps:
-            return
-        if self._ledger.acknowledged(step, worker):
-            self._is_local(step)
-        elif worker == self._parts.message.coordinator:
-            self._parts.changed()  # The other members may have the manifest now.
+        self._advance(entry.step)  # The nodes have it already if the last coordinator built it.
 
     def _is_local(self, step: Step) -> None:
         """Act on a step that has just become local."""
@@ -358,7 +352,7 @@ class Commits:
             self._retention.retain()
         elif gone := self._ledger.overtaken():
             self.dropped += len(gone)
-            self._outbox.prune(gone)
+            self._plans.prune(gone)
         self._weigh()
         self._parts.changed()
 
@@ -384,8 +378,8 @@ class Commits:
         before, choice = self._ledger.chosen, self.choice()
         self._ledger.chosen = choice.chosen
         if choice.chosen != before:
-            self._outbox.wake()
+            self._plans.wake()
         if choice.dropped:
             logs.info("dropped from slots", steps=list(choice.dropped), chosen=choice.chosen)
             self.dropped += len(choice.dropped)
-            self._outbox.prune(choice.dropped)
+            self._plans.prune(choice.dropped)

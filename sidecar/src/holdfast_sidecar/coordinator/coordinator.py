@@ -13,21 +13,24 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 
-from holdfast_core.errors import RefusedError
-from holdfast_core.ids import CheckpointId, Level, Step, TierName, Worker
+from holdfast_core.errors import NotFoundError, RefusedError
+from holdfast_core.ids import CheckpointId, Level, Rank, Step, TierName, Worker, ranks_of
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Failure,
     GangRequest,
     Interval,
     Ok,
+    Plan,
     Prune,
     PruneReply,
     Refusal,
+    RefusedShard,
     RestorePoint,
     Round,
     Straggler,
     WorkerReport,
+    WorkerReports,
 )
 from holdfast_core.tasks import Signal, Tasks
 from holdfast_sidecar.base import logs
@@ -38,11 +41,10 @@ from holdfast_sidecar.coordinator.commit import Commits, Retention, RoundParts
 from holdfast_sidecar.coordinator.ending import SILENT_SECONDS, GangEnd
 from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
-from holdfast_sidecar.coordinator.outbox import Outbox
+from holdfast_sidecar.coordinator.plans import Plans
 from holdfast_sidecar.coordinator.uploads import GangUploads
 from holdfast_sidecar.coordinator.watchdog import CommitAlarm, HangWatch, StragglerWatch
 from holdfast_sidecar.upkeep.prune import Leftovers
-from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.server import Versioned
 from holdfast_sidecar.wire.verbs import END, STOP
 
@@ -61,7 +63,6 @@ class Coordinator:
         pod: Pod,
         message: Round,
         tiers: Tiers,
-        peers: Peers,
         failures: Failures,
     ) -> None:
         settings, clock = pod.settings, pod.clock
@@ -69,15 +70,17 @@ class Coordinator:
         workers = tuple(Worker(w) for w in range(message.workers))
         world_size = message.workers * contract.procs_per_worker
         self._ledger = Ledger(
-            message.round, world_size, workers, expects_copies=_expects_copies(message)
+            message.round,
+            world_size,
+            workers,
+            first=frozenset(map(Rank, ranks_of(message.coordinator, contract.procs_per_worker))),
+            expects_copies=_expects_copies(message),
         )
         self._gathered = Gathered(frozenset(workers), world_size, clock.monotonic())
         self._versioned = Versioned()
         self._tasks = Tasks()
         changed = Signal[[]]()
-        acknowledged = Signal[[Step, Worker]]()
-        lost = Signal[[Step]]()
-        outbox = Outbox(settings, peers, self._ledger, clock, acknowledged, lost)
+        plans = Plans(settings, self._ledger, clock, message)
         self._uploads = GangUploads(
             contract,
             message,
@@ -97,7 +100,7 @@ class Coordinator:
             message.targets(),
             self._ledger,
             self._gathered,
-            outbox,
+            plans,
             self._uploads,
             changed,
         )
@@ -105,9 +108,7 @@ class Coordinator:
         self._commits = Commits(self._parts, self._retention)
         self._end = GangEnd(self._parts, self._commits, self._versioned)
         changed.subscribe(lambda: self._versioned.bump(urgent=True))
-        changed.subscribe(outbox.wake)
-        acknowledged.subscribe(self._commits.acknowledged)
-        lost.subscribe(self._retention.lost)
+        changed.subscribe(plans.wake)
         self._alarm = CommitAlarm(settings, self._ledger, self._gathered, clock, changed)
         self._hangs = HangWatch(self._gathered, secrets.token_hex(8))
         self._stragglers = StragglerWatch(self._gathered)
@@ -123,7 +124,7 @@ class Coordinator:
     # ------------------------------------------------------------------ life cycle
 
     def start(self) -> None:
-        self._parts.outbox.start(self._parts.message)
+        self._parts.plans.wake()
         self._tasks.spawn(self._uploads.run(), "uploads")
         self._tasks.spawn(self._uploads.compare(), "comparison with the store")
         self._tasks.spawn(self._leftovers.run(), "leftovers")
@@ -140,7 +141,6 @@ class Coordinator:
         self._parts.message = message
         self._parts.targets = message.targets()
         self._ledger.expects_copies = _expects_copies(message)
-        self._parts.outbox.update(message)
         self._uploads.policy(message)
         self._parts.changed()
 
@@ -162,25 +162,42 @@ class Coordinator:
     async def close(self) -> None:
         await self._commits.close()
         await self._tasks.cancel()
-        await self._parts.outbox.close()
+        await self._parts.plans.close()
         self._versioned.close()
 
     # ------------------------------------------------------------------ messages of members
 
-    def report(self, message: WorkerReport) -> Ok:
-        """Take over a worker's state. Return which of its shards is not accepted."""
+    def report(self, message: WorkerReports) -> Ok:
+        """Take over the states of workers."""
+        wants_shards: list[Worker] = []
+        refused: list[RefusedShard] = []
+        for report in message.reports:
+            found = self._take(report)
+            if found is not None:
+                refused.append(found)
+            if report.worker not in self._gathered.has_all:
+                wants_shards.append(report.worker)
+        return Ok(
+            message.round,
+            tuple(wants_shards),
+            tuple(refused),
+            self._hangs.token,
+            self._end.waits_for_store,
+        )
+
+    def _take(self, message: WorkerReport) -> RefusedShard | None:
+        """Take over a worker's state. Return the first of its shards that is not accepted."""
         before = self._gathered.reports.get(message.worker)
-        if not message.has_plan:
-            self._parts.outbox.repeat(message.worker)
         if message.has_all_shards:
             self._gathered.has_all.add(message.worker)
-        wants_shards = message.worker not in self._gathered.has_all
-        if wants_shards:
+        if message.worker not in self._gathered.has_all:
             # They mean something together with all shards only.
             message = replace(message, saves=())
         urgent = self._gathered.receive(message, self._parts.pod.clock.monotonic())
         listed = self._retention.take_manifests(message)
         refused = self._commits.take_shards(message)
+        for step in message.lost:
+            self._retention.lost(step)
         self._retention.look_for_lost(message.worker, everywhere=bool(listed))
         if before is None or before.saves != message.saves:
             self._commits.weigh_soon()
@@ -190,12 +207,23 @@ class Coordinator:
             self._versioned.bump(urgent=urgent)
         else:
             self._versioned.tick()
-        return Ok(
-            message.round, wants_shards, refused, self._hangs.token, self._end.waits_for_store
-        )
+        return refused
+
+    async def plan(
+        self, worker: Worker, coordinator: str, since: int, timeout_seconds: float
+    ) -> Plan:
+        """Return the plan when it is newer. See Plans.newer."""
+        return await self._parts.plans.newer(worker, coordinator, since, timeout_seconds)
+
+    def manifest(self, checkpoint: CheckpointId) -> bytes:
+        """Return a manifest that was built. Raises NotFoundError."""
+        entry = self._ledger.steps.get(checkpoint.step)
+        if entry is None or entry.manifest is None or entry.checkpoint != checkpoint:
+            raise NotFoundError(f"the coordinator has built no manifest of {checkpoint}")
+        return entry.manifest
 
     def request(self, path: str, message: GangRequest) -> Ok:
-        """Queue a save-now or stop request for worker 0, which runs rank 0, or end the job: stop and persist.
+        """Pass a save-now or stop request on to rank 0, or end the job: stop and persist.
 
         The same request with the same token has an effect only once. The first step that is committed above
         the ranks' present progress is persisted.
@@ -203,7 +231,7 @@ class Coordinator:
         if path == END:
             self._end.end_job()
             path = STOP
-        if self._parts.outbox.request(path, message):
+        if self._parts.plans.request(path, message):
             progress, base = self._gathered.progress, self._parts.message.restore_point.step
             known = (base, None if progress is None else progress.last)
             self._uploads.ask_after(max((s for s in known if s is not None), default=Step(-1)))
@@ -343,10 +371,9 @@ def _point(entry: StepEntry | None) -> RestorePoint | None:
 class CoordinatorRole:
     """Owner of the Coordinator, which exists while the current ROUND names this worker."""
 
-    def __init__(self, pod: Pod, tiers: Tiers, peers: Peers, failures: Failures) -> None:
+    def __init__(self, pod: Pod, tiers: Tiers, failures: Failures) -> None:
         self._pod = pod
         self._tiers = tiers
-        self._peers = peers
         self._failures = failures
         self.coordinator: Coordinator | None = None
         """None while another worker coordinates, or while the sidecar is sealed."""
@@ -359,9 +386,7 @@ class CoordinatorRole:
     def begin(self, message: Round) -> None:
         """Coordinate the round if its ROUND names this worker. No Coordinator may exist."""
         if message.coordinator == self._pod.state.worker:
-            self.coordinator = Coordinator(
-                self._pod, message, self._tiers, self._peers, self._failures
-            )
+            self.coordinator = Coordinator(self._pod, message, self._tiers, self._failures)
             self.coordinator.start()
 
     async def end(self) -> None:

@@ -163,4 +163,4 @@ class GangEnd:
         if self._finished_version is not None and self._versioned.acknowledged(
             self._finished_version
         ):
-            self._parts.outbox.release()
+            self._parts.plans.release()

@@ -2,8 +2,8 @@
 
 It decides what may be committed, uploaded and pruned.
 
-A step advances in this order: the shards of all ranks are durable; the manifest exists; every member has
-acknowledged it (local); all ranks have replicated it; all ranks have uploaded it and its manifest is in the
+A step advances in this order: the shards of all ranks are durable; the manifest exists; every node has it
+(local); all ranks have replicated it; all ranks have uploaded it and its manifest is in the
 store (persisted). Each method is idempotent, because each report of a worker lists all of its shards.
 
 Steps that were pruned or given up are remembered in `Forgotten`, because a report that lists one would bring
@@ -76,11 +76,12 @@ class StepEntry:
     shards: dict[Rank, ShardInfo] = field(default_factory=dict)
     layouts: dict[Rank, LayoutDigests] = field(default_factory=dict)
     durable: set[Rank] = field(default_factory=set)
-    """Ranks that reported their shard as stored on their node tier. This is never inferred: an acknowledged
-    manifest does not prove it."""
+    """Ranks that reported their shard as stored on their node tier. This is never inferred: a manifest
+    does not prove it."""
     manifest: bytes | None = None
     manifest_digest: Digest | None = None
-    acknowledged: set[Worker] = field(default_factory=set)
+    stored: set[Rank] = field(default_factory=set)
+    """Ranks whose node has the manifest."""
     replicated: set[Rank] = field(default_factory=set)
     uploaded: dict[Rank, StoredAs] = field(default_factory=dict)
     local: bool = False
@@ -112,6 +113,11 @@ class StepEntry:
     def payload_bytes(self) -> int:
         return sum(s.payload_bytes for s in self.shards.values())
 
+    def known_of(self, rank: Rank) -> tuple[object, ...]:
+        """Return how far a rank's shard is."""
+        done = (self.durable, self.stored, self.replicated)
+        return *(rank in ranks for ranks in done), self.uploaded.get(rank)
+
     def point(self) -> RestorePoint:
         return RestorePoint(self.step, self.round, self.manifest_digest)
 
@@ -142,11 +148,14 @@ class Ledger:
         world_size: int,
         workers: tuple[Worker, ...],
         *,
+        first: frozenset[Rank],
         expects_copies: bool,
     ) -> None:
         self.round = round_
         self.world_size = world_size
         self.workers = frozenset(workers)
+        self.first = first
+        """The ranks of the coordinator's node, which stores manifests before the others."""
         self.expects_copies = expects_copies
         self.steps: dict[Step, StepEntry] = {}
         self.uploads = UploadQueue()
@@ -172,8 +181,7 @@ class Ledger:
         Of an older round, only the upload of a step that was adopted is of interest.
 
         Raises:
-            Conflict: The rank reported another digest for this step before, or a shard of this round without
-                its layout.
+            Conflict: The rank reported another digest for this step before.
         """
         step, rank, blake3 = found.step, found.shard.rank, found.shard.blake3
         if found.round != self.round:
@@ -183,20 +191,20 @@ class Ledger:
             stored = known.uploaded.get(rank)
             self.uploaded(step, rank, blake3, StoredAs(found.base, found.references))
             return known.uploaded.get(rank) != stored
-        if found.layout is None:
-            raise Conflict(f"rank {rank} step {step} round {self.round}: it has no layout")
+        known = self.steps.get(step)
+        layout = found.layout or (None if known is None else known.layouts.get(rank))
+        if layout is None:
+            return False  # The last coordinator had it. The worker is asked for all shards.
         entry = self.entry(step)
-        before = rank in entry.durable, rank in entry.replicated, entry.uploaded.get(rank)
-        self.prepared(step, found.shard, found.layout)
+        before = entry.known_of(rank)
+        self.prepared(step, found.shard, layout)
+        if found.committed:
+            entry.stored.add(rank)
         if found.replicated:
             entry.replicated.add(rank)
         if found.uploaded:
             self.uploaded(step, rank, blake3, StoredAs(found.base, found.references))
-        return before != (
-            rank in entry.durable,
-            rank in entry.replicated,
-            entry.uploaded.get(rank),
-        )
+        return before != entry.known_of(rank)
 
     def prepared(self, step: Step, shard: ShardInfo, layout: LayoutDigests) -> StepEntry:
         """Record that a shard is durable on its rank's node tier.
@@ -241,19 +249,14 @@ class Ledger:
         entry = StepEntry(id_.step, id_.round, self.world_size)
         entry.manifest, entry.manifest_digest = manifest, digest
         entry.shards = {s.rank: s for s in shards}
-        entry.acknowledged, entry.durable = set(self.workers), set(entry.shards)
+        entry.stored, entry.durable = set(entry.shards), set(entry.shards)
         entry.local = entry.copied = True
         self.steps[id_.step] = entry
 
-    def acknowledged(self, step: Step, worker: Worker) -> bool:
-        """Record that a worker has the manifest on its disk. Return what `settle_local` returns."""
-        self.entry(step).acknowledged.add(worker)
-        return self.settle_local(step)
-
     def settle_local(self, step: Step) -> bool:
-        """Raise a step to level local if all ranks and all members have it. Return whether it rose."""
+        """Raise a step to level local if the nodes of all ranks have it. Return whether it rose."""
         entry = self.steps[step]
-        if entry.local or len(entry.acknowledged) < len(self.workers):
+        if entry.local or entry.manifest is None or len(entry.stored) < entry.world_size:
             return False
         if len(entry.durable) < entry.world_size:
             return False

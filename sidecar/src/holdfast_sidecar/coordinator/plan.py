@@ -13,8 +13,8 @@ committed, are deleted from the nodes.
 
 The plan says what the workers are to do next and which levels their steps have reached. It follows from the
 ledger alone and is the same for all workers, except that a pod is released in its turn. It is always the
-whole plan. A worker is sent what it lacks of it, so a plan that was lost needs no repetition, and one that
-is applied twice changes nothing.
+whole plan. A worker does what it has not done yet of it (`missing`), so a plan that was lost needs no
+repetition, and one that arrives twice changes nothing.
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from holdfast_core.contract import SidecarContract
-from holdfast_core.errors import FormatError
 from holdfast_core.format.manifest import (
     JobIdentity,
-    Manifest,
     manifest_digest,
     manifest_document,
-    parse_manifest,
     parse_manifest_of,
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Level, Rank, Step
 from holdfast_core.messages.schema import (
     LevelReached,
-    ManifestPut,
     Plan,
     RankSaves,
     RestorePoint,
@@ -183,21 +179,6 @@ def shard_infos(
     )
 
 
-def check_put(message: ManifestPut, contract: SidecarContract) -> Manifest:
-    """Parse the manifest that a coordinator sent to be stored.
-
-    Raises:
-        FormatError: The manifest is not valid, or it is of another job, round or step than this sidecar and
-            the message name.
-    """
-    manifest = parse_manifest(message.manifest.encode())
-    found = (manifest.job.uid, manifest.restart_round, manifest.step)
-    wanted = (contract.job_uid, message.round, message.step)
-    if found != wanted:
-        raise FormatError(f"manifest put: job, round, step are {found}, expected {wanted}")
-    return manifest
-
-
 _KEPT_UNDER_PRESSURE = 4
 
 
@@ -319,12 +300,14 @@ def lost_steps(
     return tuple(s for s in steps if not all(_has(r, s, ledger, saves) for r in looked_at))
 
 
-def plan(ledger: Ledger, *, released: bool = False) -> Plan:
+def plan(ledger: Ledger, *, released: bool = False, is_first: bool = False) -> Plan:
     """Return the whole plan for a worker.
 
     Args:
         ledger: How far the steps of the round are.
         released: The worker's pod may end.
+        is_first: The worker is the coordinator's, which stores manifests before the others: a manifest that
+            any of them has also exists there.
     """
     steps = sorted(ledger.steps.items())
     request = ledger.uploads.request
@@ -338,17 +321,24 @@ def plan(ledger: Ledger, *, released: bool = False) -> Plan:
         ),
         write=ledger.chosen,
         upload=request if known is not None and known.local else None,
+        manifests=tuple(
+            entry.point()
+            for _, entry in steps
+            if entry.manifest is not None
+            and not entry.local
+            and (is_first or entry.stored >= ledger.first)
+        ),
         drop=ledger.dropped,
         released=released,
     )
 
 
 def missing(wanted: Plan, known: Plan) -> Plan | None:
-    """Return the part of a plan that a worker lacks. None: nothing.
+    """Return the part of a plan that a worker has not begun. None: nothing.
 
     Args:
         wanted: The whole plan.
-        known: The whole plan that the worker has acknowledged last.
+        known: The whole plan that the worker has received before.
     """
     levels, dropped = frozenset(known.levels), frozenset(known.drop)
     found = Plan(
@@ -356,7 +346,11 @@ def missing(wanted: Plan, known: Plan) -> Plan | None:
         levels=tuple(level for level in wanted.levels if level not in levels),
         write=wanted.write,
         upload=None if wanted.upload == known.upload else wanted.upload,
+        manifests=wanted.manifests,
         drop=tuple(step for step in wanted.drop if step not in dropped),
+        save="" if wanted.save == known.save else wanted.save,
+        stop="" if wanted.stop == known.stop else wanted.stop,
         released=wanted.released and not known.released,
     )
-    return None if found == Plan(wanted.round, write=known.write) else found
+    nothing = Plan(wanted.round, write=known.write, manifests=known.manifests)
+    return None if found == nothing else found

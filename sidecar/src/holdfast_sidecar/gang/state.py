@@ -38,6 +38,7 @@ from holdfast_core.messages.schema import (
     StepMetrics,
     TakeStacks,
     WorkerReport,
+    WorkerReports,
 )
 from holdfast_core.save.staging import Stager
 from holdfast_core.tasks import Tasks
@@ -355,7 +356,7 @@ def compose(state: RoundState, sources: Sources) -> WorkerReport:
         stacks_token=gang.stacks_token,
         stacks=gang.stacks,
         shards=sources.flow.table,
-        has_plan=sources.flow.has_plan,
+        lost=tuple(sorted(sources.flow.lost)),
         interval=gang.intervals.get(Rank(0)),
         accepted=state.acceptance,
         restored_from=() if restored is None else tuple(restored.sources.values()),
@@ -484,7 +485,8 @@ class Reporter:
             self._sent = coordinator, report
             try:
                 message = await self._message(report)
-                reply = await self._peers.call(coordinator, message, Ok)
+                reports = WorkerReports(report.round, (message,))
+                reply = await self._peers.call(coordinator, reports, Ok)
             except HoldfastError as error:
                 changes.log("report", str(error), round=state.round)
                 self._sources.gang.waits_for_store = None
@@ -499,11 +501,12 @@ class Reporter:
                 state.round,
                 coordinator,
             ):
-                if reply.wants_shards:
+                if report.worker in reply.wants_shards:
                     self._sources.flow.coordinator_changed()
                     self._changed.set()
                     continue
-                self._sources.flow.reported(report.shards, reply.refused)
+                own = (r for r in reply.refused if r.rank in state.own_ranks)
+                self._sources.flow.reported(report.shards, next(own, None))
             self._last = coordinator, report
             self._sources.gang.replied(report, reply)
             self._take_stacks(reply)
@@ -522,18 +525,23 @@ class Reporter:
     async def _message(self, report: WorkerReport) -> WorkerReport:
         """Return the report as it is sent.
 
-        Shards that the coordinator has would cost it more than the rest of the report.
+        Shards and layouts that the coordinator has would cost it more than the rest of the report.
         """
         flow = self._sources.flow
         if flow.known is not None:
-            shards = tuple(s for s in report.shards if s not in flow.known)
+            described = {(s.step, s.shard) for s in flow.known}
+            shards = tuple(
+                replace(s, layout=None) if (s.step, s.shard) in described else s
+                for s in report.shards
+                if s not in flow.known
+            )
             return replace(report, shards=shards, has_all_shards=False)
         return replace(report, manifests=await flow.manifests())
 
 
 def _awaited(report: WorkerReport) -> tuple[object, ...]:
     """Return the part of a report whose changes are sent at once, because other workers may wait for it."""
-    return report.urgent, report.waiting, report.shards
+    return report.urgent, report.waiting, report.shards, report.lost
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

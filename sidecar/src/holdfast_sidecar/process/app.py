@@ -17,12 +17,14 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.messages.schema import Plan
 from holdfast_core.shm.shared_files import opened_directory, replace_file
 from holdfast_core.tasks import Signal
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.settings import PORTS_FILE, Settings
 from holdfast_sidecar.base.telemetry import Failures, Metrics, Telemetry
 from holdfast_sidecar.coordinator.coordinator import CoordinatorRole
+from holdfast_sidecar.gang.follow import Follower
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang, RankNotices, Reporter, Sources
 from holdfast_sidecar.process.components import Components, Resources, open_resources
@@ -70,7 +72,7 @@ class Sidecar:
         restores = RestoreComponents(pod, tiers, members, saves, metrics, changed)
         gang = LocalGang(contract.procs_per_worker)
         starter = Starter(pod, gang, connections, peers, lambda: restores.is_here, changed)
-        role = CoordinatorRole(pod, tiers, peers, telemetry.failures)
+        role = CoordinatorRole(pod, tiers, telemetry.failures)
         components = Components(current, saves, restores, gang, starter, role, changed)
         sources = Sources(gang, saves.flow, saves.stager, restores.rehydrator, telemetry.failures)
         reporter = Reporter(pod, sources, peers, connections)
@@ -83,13 +85,20 @@ class Sidecar:
         self._incoming = IncomingCopies(pod, tiers, members)
         self._pruner = Pruner(pod, tiers, saves, self._incoming, notices, telemetry.failures)
         self._verifier = Verifier(tiers, telemetry)
+        self._manifests = ManifestRequests(
+            pod, tiers, saves, telemetry.failures, peers, lambda c: role.require().manifest(c)
+        )
+        self._follower = Follower(
+            pod, peers, lambda *known: role.require().plan(*known), self._take
+        )
         receivers = Receivers(
-            ManifestRequests(pod, tiers, saves, telemetry.failures),
+            self._manifests,
             self._incoming,
             self._pruner,
             self._verifier,
             notices,
             Relaying(current, peers),
+            self._follower,
         )
         self._control = Control(components, self._lifecycle, receivers)
 
@@ -152,12 +161,15 @@ class Sidecar:
         closes(self._incoming.close)
         closes(self._verifier.close)
         closes(self._pruner.close)
+        closes(self._manifests.close)
         closes(self._lifecycle.close)
         closes(components.saves.flow.reset)
         closes(components.restores.rehydrator.reset)
         closes(components.starter.reset)
         self._reporter.start()
         closes(self._reporter.close)
+        self._follower.start()
+        closes(self._follower.close)
         _write_ports(self._pod.settings, control_port, bulk_port, metrics_port)
         await self._hooks.start()
         closes(self._hooks.close)
@@ -187,6 +199,11 @@ class Sidecar:
                 return False
             await clock.sleep(_IDLE_POLL_SECONDS)
         return True
+
+    def _take(self, plan: Plan) -> None:
+        """Carry the coordinator's plan out."""
+        self._manifests.take(plan)
+        self._pruner.take(plan)
 
     def _flushed(self) -> bool:
         """Return whether the pod may end.

@@ -8,18 +8,18 @@ Manifests and layouts of checkpoints that are on this node are served and accept
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.errors import (
-    AlreadyExistsError,
-    CapacityError,
     HoldfastError,
-    NotFoundError,
     RefusedError,
+    UnavailableError,
 )
-from holdfast_core.format.manifest import Manifest, parse_manifest_of
+from holdfast_core.format.canonical import digest_of
+from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import (
     CheckpointId,
     Digest,
@@ -30,15 +30,12 @@ from holdfast_core.ids import (
     Step,
     TierName,
 )
-from holdfast_core.messages.report import Relay
 from holdfast_core.messages.schema import (
     CoordinatorState,
     CopyRequest,
     FinishCommit,
     GangRequest,
     Inventory,
-    ManifestDocument,
-    ManifestPut,
     Ok,
     Plan,
     Prune,
@@ -47,23 +44,26 @@ from holdfast_core.messages.schema import (
     Round,
     Seal,
     Suspect,
-    WorkerReport,
+    WorkerReports,
 )
 from holdfast_core.node.tier import BUFFER_LIMIT_BYTES, DiskNodeTier
 from holdfast_core.tasks import Tasks
+from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import (
     Caller,
     RoundState,
     fence,
     refuse,
+    refuse_plan,
     refuse_reader,
     refuse_rendezvous,
     refuse_state,
 )
 from holdfast_sidecar.base.telemetry import Failures, Metrics
 from holdfast_sidecar.base.tiers import Tiers
-from holdfast_sidecar.coordinator.plan import check_put
+from holdfast_sidecar.coordinator.plan import missing
+from holdfast_sidecar.gang.follow import Follower
 from holdfast_sidecar.gang.state import RankNotices, Sources, gauges
 from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.process.lifecycle import Lifecycle
@@ -75,8 +75,13 @@ from holdfast_sidecar.upkeep.prune import (
     protected_steps,
 )
 from holdfast_sidecar.upkeep.scrub import Verifier
-from holdfast_sidecar.wire.client import raise_refused
+from holdfast_sidecar.wire.client import Peers, raise_refused
 from holdfast_sidecar.wire.relaying import Relaying
+from holdfast_sidecar.wire.verbs import SAVE_NOW, STOP
+
+_COMING_SECONDS = 5.0
+"""How long a request waits for a manifest that this sidecar is about to have. It is less than the time-out
+of a request."""
 
 
 class Pruner:
@@ -98,18 +103,32 @@ class Pruner:
         self._notices = notices
         self._failures = failures
         self._tasks = Tasks()
+        self._taken: Plan | None = None
+        """The last plan."""
         saves.stager.changed.subscribe(self._slots_changed)
 
     async def close(self) -> None:
         await self._tasks.cancel()
 
-    def take(self, message: Plan) -> None:
+    def take(self, wanted: Plan) -> None:
         """Begin what the plan wants: notices, writes, uploads, deletions. Free the slots of dropped steps."""
-        self._saves.flow.has_plan = True
+        before = self._taken
+        known = (
+            before if before is not None and before.round == wanted.round else Plan(wanted.round)
+        )
+        self._taken = wanted
+        message = missing(wanted, known)
+        if message is None:
+            return
         for reached in message.levels:
             self._notices.level(reached)
             if reached.level is Level.PERSISTED:
                 self._saves.flow.reached_store(reached.step)
+        if self._pod.state.worker == 0:
+            if message.save:
+                self._notices.request(SAVE_NOW, GangRequest(message.round, message.save))
+            if message.stop:
+                self._notices.request(STOP, GangRequest(message.round, message.stop))
         if message.released:
             self._notices.release()
         self._forget(message.drop)
@@ -229,7 +248,7 @@ class MetricsPage:
 
 
 class ManifestRequests:
-    """Handler of requests for manifests and layouts, and of ManifestPut."""
+    """Handler of requests for manifests and layouts. It stores the manifests that the plan names."""
 
     def __init__(
         self,
@@ -237,15 +256,37 @@ class ManifestRequests:
         tiers: Tiers,
         saves: SaveComponents,
         failures: Failures,
+        peers: Peers,
+        built: Callable[[CheckpointId], bytes],
     ) -> None:
+        """Create the handler.
+
+        Args:
+            pod, tiers, saves, failures: The parts of the sidecar that it works on.
+            peers: Where other workers get manifests from.
+            built: Returns a manifest that the own coordinator has built, or raises NotFoundError.
+        """
         self._pod = pod
         self._node = tiers.node
         self._pools = tiers.pools
         self._saves = saves
         self._failures = failures
+        self._peers = peers
+        self._built = built
+        self._tasks = Tasks()
+        self._wanted: dict[CheckpointId, Digest] = {}
+        """The manifests that the present plan names."""
+        self._documents: dict[CheckpointId, bytes] = {}
+        """Those of them that this process has. A relay sends them to its group from here: the disk would be
+        read, and the manifest parsed, for each worker."""
+        self._coming: dict[CheckpointId, asyncio.Event] = {}
+        """Those of them that are being fetched or stored, with what is set when the document is here."""
 
-    async def get(self, job_uid: JobUid | None, checkpoint: CheckpointId) -> ManifestDocument:
-        """Return the manifest.
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    async def get(self, job_uid: JobUid | None, checkpoint: CheckpointId) -> bytes:
+        """Return the document of a manifest. One that the plan names is waited for.
 
         Args:
             job_uid: The job that owns the checkpoint. None means this pod's job.
@@ -255,60 +296,106 @@ class ManifestRequests:
             NotFoundError: The manifest is not on this node.
             HoldfastError: It cannot be read, or is not valid.
         """
-        return await self._pools.read.run(self._read, job_uid or self._pod.job_uid, checkpoint)
+        uid = job_uid or self._pod.job_uid
+        if uid == self._pod.job_uid:
+            coming = self._coming.get(checkpoint)
+            if coming is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_COMING_SECONDS):
+                        await coming.wait()
+            if checkpoint in self._documents:
+                return self._documents[checkpoint]
+        return await self._pools.read.run(self._read, uid, checkpoint)
 
-    def _read(self, job_uid: JobUid, checkpoint: CheckpointId) -> ManifestDocument:
+    def _read(self, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
         document = self._node.get_manifest(job_uid, checkpoint)
         parse_manifest_of(document, job_uid, checkpoint)
-        return ManifestDocument(document.decode())
+        return document
 
     async def layout(self, digest: Digest) -> bytes:
         """Return a layout from the node tier. Raises NotFoundError, CorruptionError."""
         return await self._pools.read.run(self._node.get_layout, digest)
 
-    async def put(self, message: ManifestPut) -> Ok:
-        """Write a manifest, durably, to the node tier.
+    def take(self, plan: Plan) -> None:
+        """Begin to store the manifests of the plan that this node lacks."""
+        self._wanted = {
+            CheckpointId(point.step, point.round): point.manifest
+            for point in plan.manifests
+            if point.step is not None and point.round is not None and point.manifest is not None
+        }
+        self._documents = {c: d for c, d in self._documents.items() if c in self._wanted}
+        for checkpoint in self._wanted:
+            has = self._saves.flow.is_committed(checkpoint.step, checkpoint.round)
+            if not has and checkpoint not in self._coming:
+                self._coming[checkpoint] = asyncio.Event()
+                self._tasks.spawn(
+                    self._bring(checkpoint, plan.round), f"manifest of step {checkpoint.step}"
+                )
+
+    async def _bring(self, checkpoint: CheckpointId, round_: RestartRound) -> None:
+        """Fetch and store a manifest. This is repeated for as long as the plan of this round names it."""
+        backoff, changes = self._pod.backoff(), logs.Changed()
+        subject = f"manifest of step {checkpoint.step}"
+        try:
+            while (wanted := self._wanted.get(checkpoint)) is not None:
+                try:
+                    if fence(self._pod.state, round_) is not None:
+                        return
+                    document = await self._fetched(checkpoint, wanted)
+                    if await self._store(checkpoint, document, round_):
+                        return
+                except UnavailableError as error:
+                    changes.log(subject, str(error))
+                except HoldfastError as error:
+                    self._failures.note(subject, TierName.NODE, error, step=checkpoint.step)
+                await self._pod.clock.sleep(backoff.next_seconds())
+        finally:
+            self._coming.pop(checkpoint).set()
+
+    async def _fetched(self, checkpoint: CheckpointId, wanted: Digest) -> bytes:
+        """Return the document, from the own coordinator or on the way to it, and keep it for others.
+
+        Raises:
+            UnavailableError: It cannot be had now.
+        """
+        if checkpoint in self._documents:
+            return self._documents[checkpoint]
+        try:
+            if self._pod.state.is_coordinator:
+                document = self._built(checkpoint)
+            else:
+                document = await self._peers.planned_manifest(checkpoint)
+        except HoldfastError as error:
+            raise UnavailableError(str(error)) from error
+        if (found := await self._pools.read.run(digest_of, document)) != wanted:
+            raise UnavailableError(f"digest {found}, expected {wanted}")
+        if checkpoint in self._wanted:
+            self._documents[checkpoint] = document
+        self._coming[checkpoint].set()
+        return document
+
+    async def _store(self, checkpoint: CheckpointId, document: bytes, round_: RestartRound) -> bool:
+        """Write a manifest, durably, to the node tier. Return False if that has to be repeated.
 
         There is no `await` between the last check of the round and the queueing of the write. A SEAL that
         comes later therefore waits for the write.
 
         Raises:
-            FormatError: The manifest is not the one that the message names.
-            NotFoundError: This sidecar has no shard of an own rank that the manifest names.
-            RefusedError: CONFLICT if another manifest of this checkpoint exists.
-            CapacityError: The node tier has no room.
+            HoldfastError: The document is not the manifest of this checkpoint, or cannot be written.
         """
-        manifest = await self._pools.read.run(check_put, message, self._pod.contract)
-        refused = fence(self._pod.state, message.round)
-        if refused is not None:
-            raise_refused(refused)
-        for number in self._pod.state.own_ranks:
-            ref = manifest.ref(Rank(number))
-            if self._node.find(ref) is None:
-                raise NotFoundError(
-                    f"step {message.step}: the shard of rank {number} that the manifest names is not "
-                    f"on the node tier of worker {self._pod.state.worker}"
-                )
-        try:
-            await self._pools.meta.run(self._write, message, manifest)
-        except AlreadyExistsError as error:
-            self._failures.note_text(
-                f"manifest of step {message.step}",
-                TierName.NODE,
-                "Conflict",
-                str(error),
-                step=message.step,
-            )
-            raise RefusedError(Refusal.CONFLICT, str(error)) from error
-        except CapacityError as error:
-            self._failures.note("manifests", TierName.NODE, error, step=message.step)
-            raise
-        self._failures.healthy("manifests")
-        self._saves.flow.committed(message.step, message.round)
-        return Ok(message.round)
-
-    def _write(self, message: ManifestPut, manifest: Manifest) -> None:
-        self._node.put_manifest(manifest.job.uid, manifest.checkpoint, message.manifest.encode())
+        uid, flow = self._pod.job_uid, self._saves.flow
+        manifest = await self._pools.read.run(parse_manifest_of, document, uid, checkpoint)
+        if fence(self._pod.state, round_) is not None:
+            return True
+        own = (manifest.ref(Rank(number)) for number in self._pod.state.own_ranks)
+        if any(self._node.find(ref) is None for ref in own):
+            flow.has_lost(checkpoint.step)
+            return True
+        await self._pools.meta.run(self._node.put_manifest, uid, checkpoint, document)
+        self._failures.healthy(f"manifest of step {checkpoint.step}")
+        flow.committed(checkpoint.step, checkpoint.round)
+        # The table of a process that has just started may not have the shards yet.
+        return flow.is_committed(checkpoint.step, checkpoint.round)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +408,7 @@ class Receivers:
     verifier: Verifier
     notices: RankNotices
     relaying: Relaying
+    follower: Follower
 
 
 class Control:
@@ -359,12 +447,29 @@ class Control:
             raise_refused(refused)
         return await self._components.starter.rendezvous(round_, timeout_seconds)
 
+    async def plan(
+        self,
+        caller: Caller,
+        round_: RestartRound,
+        coordinator: str,
+        since: int,
+        timeout_seconds: float,
+    ) -> Plan:
+        refused = refuse_plan(self.state, caller, round_)
+        if refused is not None:
+            raise_refused(refused)
+        member = self.state.member_of_pod(caller.pod)
+        assert member is not None
+        role = self._components.role.coordinator
+        source = self._receivers.follower.board.newer if role is None else role.plan
+        return await source(member.worker, coordinator, since, timeout_seconds)
+
     async def manifest(
         self,
         caller: Caller,
         job_uid: JobUid | None,
         checkpoint: CheckpointId,
-    ) -> ManifestDocument:
+    ) -> bytes:
         self._check_reader(caller)
         return await self._receivers.manifests.get(job_uid, checkpoint)
 
@@ -395,25 +500,16 @@ class Control:
                 return await self._lifecycle.finish_commit(caller, message)
         self._check(caller, message)
         match message:
-            case Relay():
-                return await receivers.relaying.serve(message, self.dispatch)
-            case WorkerReport() if not self.state.is_coordinator:
-                return await receivers.relaying.to_coordinator(path, message)
-            case WorkerReport():
+            case WorkerReports() if not self.state.is_coordinator:
+                return await receivers.relaying.report(message)
+            case WorkerReports():
                 return self._components.role.require().report(message)
             case Prune():
                 return await self._components.role.require().prune(message)
-            case GangRequest() if caller.operator:
-                return self._components.role.require().request(path, message)
             case GangRequest():
-                self._components.saves.flow.has_plan = True
-                receivers.notices.request(path, message)
-            case ManifestPut():
-                return await receivers.manifests.put(message)
+                return self._components.role.require().request(path, message)
             case CopyRequest():
                 return await receivers.copies.take(caller, message)
-            case Plan():
-                receivers.pruner.take(message)
             case Suspect():
                 receivers.verifier.suspect(message)
             case _:

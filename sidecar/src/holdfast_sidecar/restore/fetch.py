@@ -26,7 +26,6 @@ from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import CheckpointId, Digest, Rank, ShardRef, TierName, worker_of
 from holdfast_core.messages.schema import (
-    ManifestDocument,
     Member,
     Ok,
     RestorePoint,
@@ -103,19 +102,10 @@ class Fetcher:
             source_errors.failed("manifest in the node tier", error)
 
         async def from_member(member: Member) -> Manifest:
-            query = {
-                "step": str(checkpoint.step),
-                "round": str(checkpoint.round),
-                "jobUid": str(job_uid),
-            }
-            answer = await self._members.control.get(
-                member.worker,
-                "/v1/manifest",
-                ManifestDocument,
-                query=query,
-                seconds=_MANIFEST_SECONDS,
+            document = await self._members.control.manifest(
+                member.worker, checkpoint, job_uid, seconds=_MANIFEST_SECONDS
             )
-            return await self._store_manifest(answer.manifest.encode(), point, checkpoint)
+            return await self._store_manifest(document, point, checkpoint)
 
         async def from_store(store: ObjectTier) -> Manifest:
             document = await self._pools.fetch.run(

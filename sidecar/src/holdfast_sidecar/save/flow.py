@@ -137,12 +137,12 @@ class Flow:
         a whole table yet."""
         self._report_failed = False
         """Whether the last report did not reach the coordinator."""
-        self.has_plan = False
-        """Whether the current coordinator has sent a plan or a request to this process."""
         self.dropped = frozenset[Step]()
         """The newest steps that plans of this round drop."""
         self.persisted: Step | None = None
         """Newest step of which all shards and the manifest are in the object store. A seal keeps it."""
+        self.lost = frozenset[Step]()
+        """Steps of this round whose manifest names an own shard that is not on this node any more."""
 
     # ------------------------------------------------------------------ events
 
@@ -166,6 +166,17 @@ class Flow:
             if (key.step, key.round) == (step, round_):
                 self._shards[key] = replace(shard, committed=True)
         self.wake()
+        self._on_change()
+
+    def is_committed(self, step: Step, round_: RestartRound) -> bool:
+        """Return whether the manifest of this step is durable on this node, as far as the table says."""
+        found = [s for k, s in self._shards.items() if (k.step, k.round) == (step, round_)]
+        return bool(found) and all(shard.committed for shard in found)
+
+    def has_lost(self, step: Step) -> None:
+        """Record that an own shard of this committed step is not on this node any more."""
+        self.lost |= {step}
+        self._on_change()
 
     def reached_store(self, step: Step) -> None:
         """Record that all shards and the manifest of the step are in the object store."""
@@ -188,7 +199,7 @@ class Flow:
 
     def coordinator_changed(self) -> None:
         """Record that another worker coordinates the round, which has received no report yet."""
-        self.known, self._report_failed, self.has_plan = None, False, False
+        self.known, self._report_failed = None, False
 
     def reported(
         self,
@@ -220,6 +231,7 @@ class Flow:
     def forget(self, steps: tuple[Step, ...]) -> None:
         """Drop the shards of pruned steps and the requests to upload them, also those that come later."""
         self.dropped = frozenset(sorted(self.dropped.union(steps))[-_MOST_DROPPED:])
+        self.lost -= set(steps)
         self._shards = {k: s for k, s in self._shards.items() if k.step not in steps}
         self._upload_requests = {
             w: r for w, r in self._upload_requests.items() if w[0] not in steps
@@ -236,7 +248,7 @@ class Flow:
         self._backoffs.clear()
         self._upload_requests.clear()
         self._layouts_at.clear()
-        self.dropped = frozenset()
+        self.dropped = self.lost = frozenset()
         self.coordinator_changed()
 
     @property

@@ -115,6 +115,7 @@ def table(
             shard.ref.round,
             shard.info,
             shard.digests,
+            committed=shard.committed,
             replicated=bool(targets) and shard.copied.issuperset(targets),
             uploaded=shard.uploaded,
             base=shard.stored_as.base if shard.uploaded else None,

@@ -2,9 +2,8 @@
 
 The server's certificate must name the pod that ROUND lists (`<pod>.<job-uid>.holdfast`), so that a request
 fails if the address belongs to another pod by now. A message to the own worker is dispatched without a
-connection, but goes through the same refusals. In a large gang, messages between the coordinator and other
-groups of workers go through a relay (ADR 0016).
-They are letters (`Mail`) that wait for the next request to the same worker.
+connection, but goes through the same refusals. In a large gang, reports to the coordinator, and requests for
+its plan and for manifests, go through a relay (ADR 0016).
 
 `Member.address` is a pod IP, and the ports are those of the contract. The form `ip:control_port:bulk_port`
 also names the ports, so that several sidecars on one machine (tests, the local demo) can be members of one
@@ -16,11 +15,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import ssl
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -31,34 +27,23 @@ from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
-    HoldfastError,
     NotFoundError,
     RefusedError,
     StaleRoundError,
     UnavailableError,
 )
 from holdfast_core.format.canonical import digest_of, hex_of
-from holdfast_core.ids import Digest, RestartRound, Worker
-from holdfast_core.messages.codec import MAX_CONTROL_BYTES, loads
-from holdfast_core.messages.report import (
-    Answer,
-    Letter,
-    Relay,
-    RelayReply,
-    decode,
-    encode,
-    pieces,
-)
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Worker
+from holdfast_core.messages.codec import MAX_CONTROL_BYTES, dumps, loads
 from holdfast_core.messages.schema import (
-    ManifestPut,
     Member,
     Plan,
     Refusal,
     Refused,
+    WorkerReports,
 )
 from holdfast_core.net.tls import peer_dns_name
-from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base.rounds import Caller, RoundState, is_of_coordinator, next_hop
+from holdfast_sidecar.base.rounds import Caller, RoundState, next_hop
 from holdfast_sidecar.wire.bodies import in_pieces
 from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
 
@@ -113,91 +98,16 @@ def _is_ip(text: str) -> bool:
     return True
 
 
-_MAX_LETTERS = 256
-_MAX_BYTES = 16 << 20
-"""Bytes of a request from which on it takes no further letter."""
-
-
-@dataclass(slots=True)
-class _Waiting:
-    path: str
-    worker: Worker
-    body: bytes
-    answer: asyncio.Future[Answer]
-
-
-class Mail:
-    """Sender of letters to one worker. Those that come during a request go together into the next one."""
-
-    def __init__(self, send: Callable[[tuple[Letter, ...]], Awaitable[Sequence[Answer]]]) -> None:
-        """Create the sender. `send` makes one request and returns an answer for each worker in order."""
-        self._send = send
-        self._waiting: deque[_Waiting] = deque()
-        self._tasks = Tasks()
-        self._sending = False
-
-    async def deliver(self, path: str, worker: Worker, body: bytes) -> Answer:
-        """Send a letter and return its answer. Raises what `send` raises."""
-        waiting = _Waiting(path, worker, body, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        if not self._sending:
-            self._sending = True
-            self._tasks.spawn(self._run(), "mail")
-        return await waiting.answer
-
-    async def close(self) -> None:
-        await self._tasks.cancel()
-        for waiting in self._waiting:
-            waiting.answer.cancel()
-
-    async def _run(self) -> None:
-        try:
-            while self._waiting:
-                await self._send_some()
-        finally:
-            self._sending = False
-
-    async def _send_some(self) -> None:
-        letters, sent = self._next_letters()
-        if not sent:
-            return
-        try:
-            answers = await self._send(letters)
-            if len(answers) != len(sent):
-                raise FormatError(f"{len(answers)} answers to letters for {len(sent)} workers")
-        except HoldfastError as error:
-            for waiting in chain(*sent):
-                if not waiting.answer.done():
-                    waiting.answer.set_exception(error)
-        except asyncio.CancelledError:
-            for waiting in chain(*sent):
-                waiting.answer.cancel()
-            raise
-        else:
-            for same, answer in zip(sent, answers, strict=True):
-                for waiting in same:
-                    if not waiting.answer.done():
-                        waiting.answer.set_result(answer)
-
-    def _next_letters(self) -> tuple[tuple[Letter, ...], list[list[_Waiting]]]:
-        """Return the letters of the next request, and who waits for each of its answers.
-
-        Several wait for one answer if a sender has repeated its message before the first was sent.
-        """
-        groups: dict[tuple[str, bytes], dict[Worker, list[_Waiting]]] = {}
-        size_bytes = 0
-        while self._waiting and len(groups) < _MAX_LETTERS and size_bytes < _MAX_BYTES:
-            waiting = self._waiting.popleft()
-            if waiting.answer.done():
-                continue  # Its sender has given up.
-            group = groups.setdefault((waiting.path, waiting.body), {})
-            size_bytes += 0 if group else len(waiting.body)
-            group.setdefault(waiting.worker, []).append(waiting)
-        letters = tuple(Letter(path, tuple(group), body) for (path, body), group in groups.items())
-        return letters, [same for group in groups.values() for same in group.values()]
-
-
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a member has answered, as HTTP status and body."""
+
+    status: int
+    body: bytes
+
 
 _KEEP_SECONDS = 300.0
 """Time for which a connection without a request is kept. It exceeds the time between two commits of most
@@ -246,8 +156,6 @@ class Peers:
         self._call_seconds = call_seconds
         self._session: aiohttp.ClientSession | None = None
         self._dispatch: Dispatch | None = None
-        self._mail: dict[tuple[RestartRound, str], Mail] = {}
-        """Letters to each pod in the current round."""
 
     async def start(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
@@ -262,8 +170,6 @@ class Peers:
         )
 
     async def close(self) -> None:
-        for mail in self._mail.values():
-            await mail.close()
         if self._session is not None:
             await self._session.close()
 
@@ -307,59 +213,47 @@ class Peers:
             if not isinstance(answer, reply):
                 raise FormatError(f"{target}: answered {type(answer).__name__}")
             return answer
-        shared = isinstance(message, ManifestPut | Plan)
-        body = _encode_shared(message) if shared else encode(message)
         round_ = getattr(message, "round", None)
         # What members send one another must not stop at a relay, which would take it for its own.
-        send = self._relayed if is_of_coordinator(type(message)) else self.exchange
+        send = self._relayed if isinstance(message, WorkerReports) else self.exchange
         what = f"POST {target} to worker {worker}"
-        return decode(reply, body_of(await send(worker, target, round_, body), what))
+        return loads(reply, body_of(await send(worker, target, round_, dumps(message)), what))
 
     async def _relayed(
-        self, worker: Worker, path: str, round_: RestartRound | None, body: bytes
+        self, worker: Worker, path: str, round_: RestartRound | None, *body: bytes, **options: Any
     ) -> Answer:
-        """Send a message of or to the coordinator on its way, and return the member's answer."""
+        """Make a request to the coordinator, or to the relay on the way to it."""
         hop = self._next_hop(worker)
-        if hop == worker:
-            return await self.exchange(worker, path, round_, body)
-        if self._current().is_coordinator:
-            return await self.mail(hop).deliver(path, worker, body)
         try:
-            return await self.exchange(hop, path, round_, body)
+            return await self.exchange(hop, path, round_, *body, **options)
         except NotConnectedError:
+            if hop == worker:
+                raise
             # The relay has failed. What its group reports must not wait until the operator has noticed. A
             # relay that is only slow is not passed over: the coordinator is busy, and thousands of new
             # connections would not help it.
-            return await self.exchange(worker, path, round_, body)
+            return await self.exchange(worker, path, round_, *body, **options)
 
-    def _next_hop(self, worker: Worker) -> Worker:
+    def _next_hop(self, coordinator: Worker) -> Worker:
         accepted = self._current().accepted
-        if accepted is None:
-            return worker
-        return next_hop(accepted, self._current().worker, worker)
+        return coordinator if accepted is None else next_hop(accepted, self._current().worker)
 
-    def mail(self, worker: Worker) -> Mail:
-        """Return the sender of letters to this worker, which is a relay or the coordinator.
+    async def plan(
+        self, coordinator: Worker, round_: RestartRound, known: Plan, timeout_seconds: float
+    ) -> Plan:
+        """Request the plan from the coordinator or the own relay, when it is newer than `known`.
 
-        Raises:
-            UnavailableError: The worker is not a member of the current round.
+        Raises what `call` raises.
         """
-        round_, member = self._current().round, self._current().member(worker)
-        if member is None:
-            raise UnavailableError(f"worker {worker} is not a member of the current round")
-        key = round_, member.pod
-        if key not in self._mail:
-            # A request to a lost pod that is still under way must not hold up the letters of the next round.
-            self._mail = {k: mail for k, mail in self._mail.items() if k[0] == round_}
-
-            async def send(letters: tuple[Letter, ...]) -> tuple[Answer, ...]:
-                message = Relay(self._current().round, letters)
-                answer = await self.exchange(worker, PATHS[Relay], message.round, *pieces(message))
-                found = body_of(answer, f"POST {PATHS[Relay]} to worker {worker}")
-                return decode(RelayReply, found).answers
-
-            self._mail[key] = Mail(send)
-        return self._mail[key]
+        query = {
+            "round": str(round_),
+            "coordinator": known.coordinator,
+            "since": str(known.version),
+            "timeout": str(int(timeout_seconds)),
+        }
+        path = f"/v1/plan?{urlencode(query)}"
+        answer = await self._relayed(coordinator, path, None, seconds=timeout_seconds + 5)
+        return loads(Plan, body_of(answer, f"GET /v1/plan to worker {coordinator}"))
 
     async def get(
         self,
@@ -373,16 +267,46 @@ class Peers:
         """Send a GET request to a member and return its reply. Raises what `call` raises.
 
         Args:
-            seconds: Total time-out; None for that of `call`. A request that has its own goes to the member
-                itself, because it would hold up other letters.
+            seconds: Total time-out; None for that of `call`.
         """
         target = f"{path}?{urlencode(query)}" if query else path
-        hop = self._next_hop(worker)
-        if seconds is None and hop != worker and self._current().is_coordinator:
-            answer = await self.mail(hop).deliver(target, worker, b"")
-        else:
-            answer = await self.exchange(worker, target, None, seconds=seconds)
-        return decode(reply, body_of(answer, f"GET {path} to worker {worker}"))
+        answer = await self.exchange(worker, target, None, seconds=seconds)
+        return loads(reply, body_of(answer, f"GET {path} to worker {worker}"))
+
+    async def manifest(
+        self,
+        worker: Worker,
+        checkpoint: CheckpointId,
+        job_uid: JobUid | None = None,
+        *,
+        seconds: float | None = None,
+    ) -> bytes:
+        """Request the document of a manifest from a member. Raises what `call` raises.
+
+        Args:
+            worker: The member.
+            checkpoint: The checkpoint.
+            job_uid: The job that owns it. None means this job.
+            seconds: Total time-out; None for that of `call`.
+        """
+        query = {"step": str(checkpoint.step), "round": str(checkpoint.round)}
+        if job_uid is not None:
+            query["jobUid"] = str(job_uid)
+        path = f"/v1/manifest?{urlencode(query)}"
+        answer = await self.exchange(worker, path, None, seconds=seconds)
+        return body_of(answer, f"GET /v1/manifest to worker {worker}")
+
+    async def planned_manifest(self, checkpoint: CheckpointId) -> bytes:
+        """Request a manifest that the plan names from the own relay, or from the coordinator.
+
+        Raises what `call` raises.
+        """
+        accepted = self._current().accepted
+        if accepted is None:
+            raise UnavailableError("the sidecar waits for its ROUND")
+        path = f"/v1/manifest?step={checkpoint.step}&round={checkpoint.round}"
+        answer = await self._relayed(accepted.coordinator, path, None)
+        return body_of(answer, "GET /v1/manifest to the coordinator")
 
     async def layout(self, worker: Worker, digest: Digest) -> bytes:
         """Request a layout from a member. Raises what `call` raises, and CorruptionError."""
@@ -451,12 +375,6 @@ async def _written(body: tuple[bytes, ...]) -> AsyncIterator[memoryview]:
     for piece in body:
         for part in in_pieces(piece):
             yield part
-
-
-@lru_cache(maxsize=8)
-def _encode_shared(message: Any) -> bytes:
-    """Return the body of a message that goes to many members. That of a manifest has megabytes."""
-    return encode(message)
 
 
 def body_of(answer: Answer, what: str) -> bytes:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -29,13 +30,12 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.canonical import PREFIX, parse_digest
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
-from holdfast_core.messages.codec import body_limit_bytes
+from holdfast_core.messages.codec import body_limit_bytes, dumps, loads
 from holdfast_core.messages.common import refusal_of
-from holdfast_core.messages.report import decode, encode
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Inventory,
-    ManifestDocument,
+    Plan,
     Refusal,
     Rendezvous,
 )
@@ -148,8 +148,8 @@ MAX_POLL_SECONDS = 60.0
 _LAYOUTS_AT_ONCE = 4
 """Number of layouts, of up to 64 MiB each, that are read and sent at the same time, at most half of them to
 one caller."""
-_LAYOUT_SECONDS = 60.0
-"""Time-out for a caller to receive a layout."""
+_DOCUMENT_SECONDS = 60.0
+"""Time-out for a caller to receive a layout or a manifest."""
 _OFF_LOOP_BYTES = 256 << 10
 """Bodies of at least this size are parsed in a thread."""
 _IDLE_SECONDS = 330.0
@@ -188,12 +188,21 @@ class Handler(Protocol):
         self, caller: Caller, round_: RestartRound, timeout_seconds: float
     ) -> Rendezvous: ...
 
+    async def plan(
+        self,
+        caller: Caller,
+        round_: RestartRound,
+        coordinator: str,
+        since: int,
+        timeout_seconds: float,
+    ) -> Plan: ...
+
     async def manifest(
         self,
         caller: Caller,
         job_uid: JobUid | None,
         checkpoint: CheckpointId,
-    ) -> ManifestDocument: ...
+    ) -> bytes: ...
 
     async def layout(self, caller: Caller, digest: Digest) -> bytes: ...
 
@@ -251,6 +260,7 @@ class ControlServer:
             ("/v1/inventory", self._inventory),
             ("/v1/state", self._state),
             ("/v1/rendezvous", self._rendezvous),
+            ("/v1/plan", self._plan),
             ("/v1/manifest", self._manifest),
             ("/v1/layout", self._layout),
         ):
@@ -274,9 +284,9 @@ class ControlServer:
             limit = body_limit_bytes(endpoint.request)
             async with self._bodies.read(request, caller, limit) as body:
                 if len(body) < _OFF_LOOP_BYTES:
-                    message = decode(endpoint.request, body)
+                    message = loads(endpoint.request, body)
                 else:
-                    message = await asyncio.to_thread(decode, endpoint.request, body)
+                    message = await asyncio.to_thread(loads, endpoint.request, body)
             return await self._handler.dispatch(caller, endpoint.path, message)
 
         return self._guarded(handle)
@@ -327,38 +337,32 @@ class ControlServer:
             caller, RestartRound(_number(request, "round", None)), _timeout(request)
         )
 
-    async def _manifest(self, request: web.Request, caller: Caller) -> ManifestDocument:
-        job_uid = request.query.get("jobUid")
-        return await self._handler.manifest(
+    async def _plan(self, request: web.Request, caller: Caller) -> Plan:
+        return await self._handler.plan(
             caller,
-            JobUid(job_uid) if job_uid else None,
-            CheckpointId(
-                Step(_number(request, "step", None)), RestartRound(_number(request, "round", None))
-            ),
+            RestartRound(_number(request, "round", None)),
+            request.query.get("coordinator", ""),
+            _number(request, "since", 0),
+            _timeout(request),
         )
+
+    async def _manifest(self, request: web.Request, caller: Caller) -> web.StreamResponse:
+        """Send a manifest as it is stored. As a text in a message it would be longer."""
+        job_uid = request.query.get("jobUid")
+        checkpoint = CheckpointId(
+            Step(_number(request, "step", None)), RestartRound(_number(request, "round", None))
+        )
+        document = await self._handler.manifest(
+            caller, JobUid(job_uid) if job_uid else None, checkpoint
+        )
+        return await _sent(request, caller, document)
 
     async def _layout(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         """Send a layout as it is stored. As a part of a message it would be twice as long."""
         digest = parse_digest(f"{PREFIX}{request.query.get('digest', '')}", request.path)
         share = self._layouts_of.setdefault(caller.pod, asyncio.Semaphore(_LAYOUTS_AT_ONCE // 2))
         async with share, self._layouts:
-            document = await self._handler.layout(caller, digest)
-            response = web.StreamResponse()
-            response.content_length = len(document)
-            try:
-                async with asyncio.timeout(_LAYOUT_SECONDS):
-                    await response.prepare(request)
-                    for piece in in_pieces(document):
-                        await response.write(piece)
-                        await asyncio.sleep(0)  # the event loop encrypts 13 MB in 44 ms
-                    await response.write_eof()
-            except TimeoutError:
-                logs.warning("a layout was not received in time", caller=caller.pod)
-                if request.transport is not None:
-                    request.transport.abort()
-            except ConnectionError:
-                pass  # The caller has left. aiohttp would log this as an error of the server.
-        return response
+            return await _sent(request, caller, await self._handler.layout(caller, digest))
 
 
 class PlainServer:
@@ -450,6 +454,29 @@ class PlainServer:
         return self._rendered[1]
 
 
+async def _sent(request: web.Request, caller: Caller, document: bytes) -> web.StreamResponse:
+    """Send a document in pieces, each when the caller has read the ones before.
+
+    TLS would hold a copy of a whole document for each caller.
+    """
+    response = web.StreamResponse()
+    response.content_length = len(document)
+    try:
+        async with asyncio.timeout(_DOCUMENT_SECONDS):
+            await response.prepare(request)
+            for piece in in_pieces(document):
+                await response.write(piece)
+                await asyncio.sleep(0)  # the event loop encrypts 13 MB in 44 ms
+            await response.write_eof()
+    except TimeoutError:
+        logs.warning("a document was not received in time", caller=caller.pod, path=request.path)
+        if request.transport is not None:
+            request.transport.abort()
+    except ConnectionError:
+        pass  # The caller has left. aiohttp would log this as an error of the server.
+    return response
+
+
 def _round_of_header(request: web.Request) -> RestartRound | None:
     text = request.headers.get(ROUND_HEADER)
     if text is None:
@@ -460,7 +487,14 @@ def _round_of_header(request: web.Request) -> RestartRound | None:
 
 
 def _json(status: int, message: Any) -> web.Response:
-    return web.Response(status=status, body=encode(message), content_type="application/json")
+    body = _encode_plan(message) if isinstance(message, Plan) else dumps(message)
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+@lru_cache(maxsize=4)
+def _encode_plan(plan: Plan) -> bytes:
+    """Return the body of a plan, which goes to many workers."""
+    return dumps(plan)
 
 
 def _number(request: web.Request, name: str, default: int | None) -> int:

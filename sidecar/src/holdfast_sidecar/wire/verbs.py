@@ -5,22 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast_core.messages.report import Relay, RelayReply
 from holdfast_core.messages.schema import (
     CopyReply,
     CopyRequest,
     FinishCommit,
     GangRequest,
     Inventory,
-    ManifestPut,
     Ok,
-    Plan,
     Prune,
     PruneReply,
     Round,
     Seal,
     Suspect,
-    WorkerReport,
+    WorkerReports,
 )
 
 SAVE_NOW = "/v1/save-now"
@@ -49,12 +46,9 @@ POSTS: tuple[Route, ...] = (
     Route(STOP, GangRequest, Ok),
     Route(END, GangRequest, Ok),
     Route("/v1/copy", CopyRequest, CopyReply),
-    Route("/v1/report", WorkerReport, Ok),
-    Route("/v1/manifest", ManifestPut, Ok),
-    Route("/v1/plan", Plan, Ok),
+    Route("/v1/report", WorkerReports, Ok),
     Route("/v1/suspect", Suspect, Ok),
     Route("/v1/prune", Prune, PruneReply),
-    Route("/v1/relay", Relay, RelayReply),
 )
 
 BY_PATH = {e.path: e for e in POSTS}
