@@ -16,8 +16,15 @@ SLOW = replace(SHORT, sleep_per_step=0.4)  # the pods must be lost during the ru
 
 
 def _lose_two(job: Job) -> None:
-    """Delete the pods of workers 0 and 1 with their volumes: worker 1 has the copies of worker 0."""
-    for worker in (0, 1):
+    """Delete two pods with their volumes, which are the only ones with the shard of one of them.
+
+    Three workers are on two nodes, and a copy is never on the node of its shard. So the worker that is alone
+    on its node has the copies of the two others.
+    """
+    nodes = [job.node_of(worker) for worker in range(3)]
+    alone = next(worker for worker in range(3) if nodes.count(nodes[worker]) == 1)
+    assert len(set(nodes)) == 2, f"the gang of three is on {nodes}, expected two nodes"
+    for worker in (alone, (alone + 1) % 3):
         job.kube.delete_pod(job.namespace, job.pod_name(worker), grace_seconds=0)
 
 
