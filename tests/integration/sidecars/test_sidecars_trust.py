@@ -26,6 +26,7 @@ from holdfast_core.messages.schema import (
     Seal,
     ShardInfo,
     WorkerReport,
+    WorkerReports,
 )
 from holdfast_core.net.tls import TlsFiles, client_context, operator_dns_name, peer_dns_name
 from holdfast_core.node.tier import DiskNodeTier
@@ -56,6 +57,12 @@ def report(worker: int) -> WorkerReport:
     )
 
 
+def reports(worker: int) -> WorkerReports:
+    """Return the message in which a worker sends its own report."""
+    one = report(worker)
+    return WorkerReports(one.round, (one,))
+
+
 @pytest.mark.fault("A pod of another tenant connects to a sidecar")
 async def test_unauthenticated_callers_get_no_further_than_the_handshake_or_a_refusal(
     gangs: Gangs,
@@ -78,10 +85,10 @@ async def test_unauthenticated_callers_get_no_further_than_the_handshake_or_a_re
         with pytest.raises(RefusedError) as refused:
             await member.seal(0, 7)
         assert refused.value.code == Refusal.NOT_MEMBER
-        reply = await member.call(0, "/v1/report", report(1), Ok)
-        assert reply.refused is None
+        reply = await member.call(0, "/v1/report", reports(1), Ok)
+        assert not reply.refused
         with pytest.raises(RefusedError) as refused:
-            await member.call(0, "/v1/report", report(0), Ok)
+            await member.call(0, "/v1/report", reports(0), Ok)
         assert refused.value.code == Refusal.NOT_MEMBER
 
         former = caller(gang, peer_dns_name("gpt-1-r9", uid))
@@ -89,7 +96,7 @@ async def test_unauthenticated_callers_get_no_further_than_the_handshake_or_a_re
             await former.inventory(0)
         assert refused.value.code == Refusal.NOT_MEMBER
         with pytest.raises(RefusedError) as refused:
-            await former.call(0, "/v1/report", report(1), Ok)
+            await former.call(0, "/v1/report", reports(1), Ok)
         assert refused.value.code == Refusal.NOT_MEMBER
         assert (await gang.operator.inventory(0)).round == 0
 
