@@ -45,9 +45,9 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/quarantined-checkpoints-count-as-kept",
         kind=Kind.MISSING_CHECK,
-        file=f"{_COORDINATOR}commit.py",
-        original="c.step <= base and c not in apart",
-        replacement="c.step <= base",
+        file="core/src/holdfast_core/retention.py",
+        original="if c.on_lineage and c.checkpoint not in apart and c.level",
+        replacement="if c.on_lineage and c.level",
         loses="A checkpoint that cannot be restored takes the place of one that can.",
         tests=_COMMIT,
     ),

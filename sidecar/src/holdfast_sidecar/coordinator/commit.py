@@ -47,7 +47,7 @@ from holdfast_sidecar.coordinator.plan import (
 )
 from holdfast_sidecar.coordinator.plans import Plans
 from holdfast_sidecar.coordinator.uploads import GangUploads
-from holdfast_sidecar.upkeep.prune import protected_steps, quarantined
+from holdfast_sidecar.upkeep.prune import protected_steps
 
 _PRESSED_EVERY_SECONDS = 1.0
 """Interval of pruning while a node has no room. It gives the nodes time to delete what was pruned."""
@@ -99,23 +99,12 @@ class Retention:
         """Set when a report contains a failure for lack of room on a node."""
 
     def take_manifests(self, message: WorkerReport) -> set[Step]:
-        """Record the checkpoints whose manifest a member has. Return the steps of this round that are new.
-
-        A quarantined one cannot be restored, so it must not count as one of those that retention keeps.
-        """
+        """Record the checkpoints whose manifest a member has. Return the steps of this round that are new."""
         if not message.manifests:  # as in most reports of a large gang
             return set()
-        base, round_, apart = (
-            self._parts.message.restore_point.step,
-            message.round,
-            quarantined(self._parts.message),
-        )
+        base, round_ = self._parts.message.restore_point.step, message.round
         if base is not None:
-            self._older |= {
-                c
-                for c in message.manifests
-                if c.round < round_ and c.step <= base and c not in apart
-            }
+            self._older |= {c for c in message.manifests if c.round < round_ and c.step <= base}
         found = {c.step for c in message.manifests if c.round == round_}
         new = {s for s in found - self._ledger.listed if base is None or s > base}
         self._ledger.listed |= new
