@@ -475,7 +475,7 @@ class Reporter:
             beat = not self._changed.is_set()
             self._changed.clear()
             state = self._current()
-            if state.accepted is None:
+            if state.accepted is None or self._sources.flow.resuming:
                 continue
             coordinator = state.accepted.coordinator
             report = compose(state, self._sources)

@@ -291,6 +291,7 @@ class Lifecycle:
             # A SEAL does not wait for the lock: it may have come during these waits, and a ROUND of the old
             # round must not unseal the new one.
             self._check(caller, message)
+            self._saves.flow.resuming = before is None
             self._pod.current.state = self._pod.state.accepting(message, content)
             self._unsettled = None
             self._telemetry.metrics.level(pending=self._saves.flow.pending, round_=message.round)
@@ -355,6 +356,7 @@ class Lifecycle:
                 protected=protected_steps(message),
             )
         durable = await self._resume_own_shards(message.round)
+        self._saves.flow.resuming = False
         self._saves.stager.recover(self._pod.state, durable)
         self._background.begin()
         self._components.role.begin(message)

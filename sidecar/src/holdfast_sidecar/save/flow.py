@@ -130,6 +130,9 @@ class Flow:
         self._backoffs: dict[Action, Backoff] = {}
         self._tasks = Tasks()
         self._upload_requests: dict[tuple[Step, RestartRound], PersistRequest] = {}
+        self.resuming = False
+        """Whether own shards of this round that are on the node tier are still to be added. A report without
+        them would say that they are lost."""
         self._layouts_at: dict[tuple[Worker, Digest], float] = {}
         """When a worker was last asked in this round to keep a layout."""
         self.known: frozenset[ReportedShard] | None = None
