@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from datetime import datetime
 
 from holdfast_core.api import Checkpoint, CheckpointPhase, Gang, JobCondition, on_lineage
-from holdfast_core.ids import CheckpointId, Level
+from holdfast_core.ids import CheckpointId, JobUid, Level
 from holdfast_core.retention import (
     Committed,
     RetentionPlan,
@@ -38,6 +38,17 @@ def needs_source(gang: Gang) -> bool:
     status = gang.status
     own = status.last_persisted is not None or status.completion_time is not None
     return gang.spec.source_checkpoint is not None and not own and not gang.deleting
+
+
+def cloned_of(gangs: Iterable[Gang], but: JobUid) -> frozenset[str]:
+    """Return the names of the Checkpoints from which gangs start, but for the gang of this uid."""
+    return frozenset(
+        source
+        for gang in gangs
+        if gang.uid != but
+        and needs_source(gang)
+        and (source := gang.spec.source_checkpoint) is not None
+    )
 
 
 def quarantined(gang: Gang) -> frozenset[CheckpointId]:
@@ -76,17 +87,16 @@ def plan_store(
     checkpoints: Iterable[Checkpoint],
     cloned: Collection[str],
     now: datetime,
-    *,
-    held: bool = False,
 ) -> RetentionPlan:
     """Return a verdict on every checkpoint that the object store has of a gang.
+
+    Nothing is pruned while the store lacks a checkpoint that it had: it would count as one of those that are
+    kept.
 
     Args:
         checkpoints: The gang's own Checkpoints. Two objects may record one checkpoint.
         cloned: Names of the Checkpoints from which other jobs start.
         now: The present time.
-        held: Nothing may be pruned now. Nothing is pruned, too, while the store lacks a checkpoint that it
-            had: it would count as one of those that are kept.
     """
     own = tuple(checkpoints)
     stored = {id_: c for c in own if is_stored(c) and (id_ := c.id) is not None}
@@ -104,6 +114,18 @@ def plan_store(
             needed=needed_in_store(gang, own, cloned),
             now=now,
             protecting_level=Level.PERSISTED,
-            held=held or gang.status.is_true(JobCondition.CHECKPOINT_MISSING),
+            held=gang.status.is_true(JobCondition.CHECKPOINT_MISSING),
         )
     )
+
+
+def pruned_by(
+    plan: RetentionPlan, checkpoints: Iterable[Checkpoint]
+) -> list[tuple[Checkpoint, RetentionReason]]:
+    """Return the stored Checkpoints that a plan prunes, each with the reason."""
+    reasons = {verdict.checkpoint: verdict.reason for verdict in plan.prune}
+    return [
+        (c, reasons[id_])
+        for c in checkpoints
+        if is_stored(c) and (id_ := c.id) is not None and id_ in reasons
+    ]

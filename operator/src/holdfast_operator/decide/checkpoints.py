@@ -30,8 +30,8 @@ from holdfast_core.api import (
 from holdfast_core.ids import CheckpointId
 from holdfast_core.messages.schema import GangRequest, Prune, RestorePoint
 from holdfast_core.names import checkpoint_name
-from holdfast_core.retention import EXPLAINED
-from holdfast_core.store_retention import is_stored, needed_in_store, plan_store
+from holdfast_core.retention import EXPLAINED, RetentionReason
+from holdfast_core.store_retention import needed_in_store, plan_store, pruned_by
 from holdfast_operator.decide.facts.readable import quarantined
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import Action, Call, CallPath, Delete, DesiredObject, normal
@@ -423,8 +423,6 @@ def _deletes(world: World) -> list[Action]:
 
 def _retention(world: World) -> list[Action]:
     own, now = world.own_checkpoints, world.now.without_gain
-    held = not may_prune(world)
-    plan = plan_store(world.job, own, world.observed.cloned, now, held=held)
     protected = _protected(world)
     doomed = [
         c
@@ -437,9 +435,10 @@ def _retention(world: World) -> list[Action]:
     actions: list[Action] = []
     for checkpoint in doomed[:PRUNES_PER_PASS]:
         actions.extend(_prune(world, checkpoint))
-    reasons = {verdict.checkpoint: verdict.reason for verdict in plan.prune}
-    excess = [(c, reasons[c.id]) for c in own if is_stored(c) and c.id in reasons]
-    marked = excess[:PRUNES_PER_PASS]
+    marked: list[tuple[Checkpoint, RetentionReason]] = []
+    if may_prune(world):
+        plan = plan_store(world.job, own, world.observed.cloned, now)
+        marked = pruned_by(plan, own)[:PRUNES_PER_PASS]
     for checkpoint, why in marked:
         message = f"pruned by spec.checkpoint.retention: {EXPLAINED[why]}"
         actions.append(_moved(world, checkpoint, CheckpointPhase.DELETING, message=message))

@@ -243,8 +243,7 @@ def _store_is_due(world: World, note: Note) -> bool:
 def _store_lists(world: World) -> Iterator[Action]:
     """Yield the requests to some members to list the object store. One of them suffices."""
     world.remember_done(Done.STORE_LISTED)
-    answered = [m for m in world.members if readable.has_answered(m, world)]
-    for member in answered[:ASKED_MEMBERS]:
+    for member in readable.answered_of(world)[:ASKED_MEMBERS]:
         yield from member.call(CallPath.SEAL, Seal(world.round, look_in_store=True))
 
 
@@ -285,8 +284,8 @@ def _with_found(world: World, point: RestorePointStatus) -> TrainingJobStatus:
     id_, manifest, status = point.id, point.manifest, world.status
     if id_ is None or manifest is None or point.job_uid is not None:
         return status
-    answered = [m for m in world.members if readable.has_answered(m, world)]
-    if world.last_persisted is not None or id_ not in readable.stored_list(answered):
+    listed = readable.stored_list(readable.answered_of(world))
+    if world.last_persisted is not None or id_ not in listed:
         return status
     found = PersistedStep(step=id_.step, round=id_.round, manifest=manifest)
     return changed(status, last_persisted=found)

@@ -105,7 +105,7 @@ def choose(world: World) -> Choice:
     if kept:
         text = f"workers {first_of(kept)} are on nodes that seem to be lost, and may have the only copies"
         return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text} of the newest step"))
-    answered = [m for m in world.members if readable.has_answered(m, world)]
+    answered = readable.answered_of(world)
     unknown = [m for m in world.members if readable.may_store_shards(m, world)]
     found = readable.candidates(world, answered)
     holders = readable.holders(answered)
@@ -363,7 +363,7 @@ def _unfinished(world: World, above: Step | None) -> InterruptedCommit | Wait | 
     members that have answered have it, and the others may.
     """
     lineage = world.status.lineage
-    listed = [dict(_steps(m, world)) for m in world.members if readable.has_answered(m, world)]
+    listed = [dict(_steps(m, world)) for m in readable.answered_of(world)]
     silent = len(world.members) - len(listed)
     may_have = sum(readable.may_store_shards(m, world) for m in world.members)
     if not lineage or not listed or silent > may_have:

@@ -21,7 +21,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import FIRST_SPARE, JobUid, RestartRound, Worker
 from holdfast_core.names import job_prefix
-from holdfast_core.store_retention import needs_source
+from holdfast_core.store_retention import cloned_of
 from holdfast_operator.apply.apply import Present
 from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
@@ -105,7 +105,7 @@ class Observer:
             lost_nodes=self._lost_nodes(job, pods),
             coordinator=self._sidecars.coordinator_state(job.uid),
             checkpoints=self._checkpoints(job),
-            cloned=self._cloned(job),
+            cloned=cloned_of(self._cache.jobs.with_source(job.namespace), job.uid),
             store=self._store(job),
             sidecar=self._sidecar,
             secrets=self._present.secrets(job.uid),
@@ -272,15 +272,6 @@ class Observer:
             return own
         found = self._cache.checkpoints.get(job.namespace, source)
         return own if found is None else (*own, found)
-
-    def _cloned(self, job: Gang) -> frozenset[str]:
-        return frozenset(
-            source
-            for gang in self._cache.jobs.with_source(job.namespace)
-            if gang.uid != job.uid
-            and needs_source(gang)
-            and (source := gang.spec.source_checkpoint) is not None
-        )
 
     def _unreadable(self, job: Gang) -> tuple[Unreadable, ...]:
         """Return the objects that exist, concern this job and cannot be parsed."""

@@ -258,7 +258,7 @@ def leaves_missing_restore_point(world: World) -> bool:
         return False
     status = with_missing_restore_point(world.status)
     later = world.with_status(status)
-    answered = _answered(later, ())
+    answered = answered_of(later)
     found = best(later, candidates(later, answered), holders(answered))
     return found is not None and found.id != point.id
 
@@ -366,7 +366,7 @@ def silent_can_be_lost(world: World, without: Collection[Worker]) -> bool:
     """
     if _store_nothing(world, without):
         return True
-    answered = _answered(world, without)
+    answered = answered_of(world, without)
     if world.status.restore_point is not None:
         return _untouched_since_chosen(world, answered)
     survivors = [m for m in answered if is_survivor(m, world)]
@@ -390,7 +390,7 @@ def lost_can_be_given_up(world: World, without: Collection[Worker]) -> bool:
     can_restore = persisted is not None and persisted.id not in quarantined(world)
     if can_restore or _store_nothing(world, without):
         return True
-    answered = _answered(world, without)
+    answered = answered_of(world, without)
     if world.status.restore_point is None:
         return nothing_committed(world, answered) or _best(world, answered) is not None
     return _survives_by_copies(world, without) or _untouched_since_chosen(world, answered)
@@ -404,7 +404,7 @@ def answering_can_be_replaced(world: World, workers: Collection[Worker]) -> bool
     newest, copied = world.local_step, world.copied_step
     if world.status.restore_point is None:
         return silent_can_be_lost(world, workers)
-    if _untouched_since_chosen(world, _answered(world, workers)):
+    if _untouched_since_chosen(world, answered_of(world, workers)):
         return True
     if newest is None:
         return False
@@ -416,7 +416,7 @@ def answering_can_be_replaced(world: World, workers: Collection[Worker]) -> bool
 
 def has_older(world: World, failed_from: CheckpointId) -> bool:
     """Return whether another checkpoint can be restored if this one, the restore point, is not."""
-    return _best(world, _answered(world, ()), but=failed_from) is not None
+    return _best(world, answered_of(world), but=failed_from) is not None
 
 
 def older_is_kept(
@@ -428,8 +428,8 @@ def older_is_kept(
     """
     if failed_from is None:
         return True
-    present = _best(world, _answered(world, ()), but=failed_from)
-    return present is None or present == _best(world, _answered(world, workers), but=failed_from)
+    present = _best(world, answered_of(world), but=failed_from)
+    return present is None or present == _best(world, answered_of(world, workers), but=failed_from)
 
 
 def lost_with_all_pods(world: World) -> str | None:
@@ -473,7 +473,8 @@ def holding(world: World) -> list[MemberState]:
     ]
 
 
-def _answered(world: World, without: Collection[Worker]) -> list[MemberState]:
+def answered_of(world: World, without: Collection[Worker] = ()) -> list[MemberState]:
+    """Return the members whose sidecars have answered in this round, but for these workers."""
     return [m for m in world.members if m.worker not in without and has_answered(m, world)]
 
 
