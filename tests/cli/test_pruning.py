@@ -82,10 +82,11 @@ class Cluster:
     def gang(self, name: str) -> dict[str, Any]:
         return {**self.job.to_dict(), "kind": "TrainingJob"}
 
+    def gangs(self) -> list[dict[str, Any]]:
+        return [self.gang("job")]
+
     def items(self, plural: str) -> list[dict[str, Any]]:
-        if plural == "checkpoints":
-            return [c.to_dict() for c in self.checkpoints]
-        return [self.gang("job")] if plural == "trainingjobs" else []
+        return [c.to_dict() for c in self.checkpoints if plural == "checkpoints"]
 
     def delete_with(self, plural: str, name: str, uid: str, patch: dict[str, Any]) -> None:
         self.deleted.append((name, patch))

@@ -16,6 +16,7 @@ from rich.live import Live
 from holdfast_cli.cluster import VERSION, ClusterClient, ClusterError
 from holdfast_cli.gangs import KINDS, MemberPod, obstacle_to_start_over
 from holdfast_cli.pruning import prune_store
+from holdfast_cli.question import confirm
 from holdfast_cli.views import Screen, checkpoints_view, gangs_view, status_view
 from holdfast_core.names import GROUP
 
@@ -158,11 +159,11 @@ def _add_output(verb: argparse.ArgumentParser) -> None:
 def _status(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
     def now() -> RenderableType:
         if arguments.job is None:
-            return gangs_view(_gangs(cluster), everywhere=cluster.everywhere)
+            return gangs_view(cluster.gangs(), everywhere=cluster.everywhere)
         return status_view(_screen(cluster, arguments.job))
 
     if arguments.output == "json":
-        shown = _gangs(cluster) if arguments.job is None else _document(cluster, arguments.job)
+        shown = cluster.gangs() if arguments.job is None else _document(cluster, arguments.job)
         print(json.dumps(shown, indent=1))
         return
     console = Console()
@@ -173,10 +174,6 @@ def _status(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
         while True:
             time.sleep(1)
             live.update(now(), refresh=True)
-
-
-def _gangs(cluster: ClusterClient) -> list[dict[str, Any]]:
-    return [gang for plural in KINDS.values() for gang in cluster.items(plural)]
 
 
 def _screen(cluster: ClusterClient, name: str) -> Screen:
@@ -266,11 +263,11 @@ def _restart(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
     status = gang["status"]
     lost = next(c["message"] for c in status["conditions"] if c["type"] == "CheckpointsLost")
     if not arguments.yes:
-        if not sys.stdin.isatty():
-            raise ClusterError(f"{lost}. Without a terminal, --yes confirms it")
-        print(lost)
-        if input(f"Start {arguments.job} over? [y/N] ").strip().lower() not in ("y", "yes"):
-            raise ClusterError(f"{arguments.job} was not started over")
+        confirm(
+            f"{lost}\nStart {arguments.job} over?",
+            refused=f"{arguments.job} was not started over",
+            no_terminal=f"{lost}. Without a terminal, --yes confirms it",
+        )
     # The newest round of the lineage: a start over begins a newer one, so a second command has no effect.
     confirmed = {"confirmedRound": status["lineage"][-1]["round"]}
     spec = {"failurePolicy": {"startOver": confirmed}}

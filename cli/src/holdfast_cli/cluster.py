@@ -122,6 +122,9 @@ class ClusterClient:
         labels = {"label_selector": selector} if selector else {}
         return list(self._request(plural, call, plural, tries=READ_TRIES, **labels)["items"])
 
+    def gangs(self) -> list[dict[str, Any]]:
+        return [gang for plural in KINDS.values() for gang in self.items(plural)]
+
     def checkpoints(self, gang: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the Checkpoints that the gang has committed."""
         return self.items("checkpoints", f"{JOB_UID_LABEL}={gang['metadata']['uid']}")
@@ -144,20 +147,13 @@ class ClusterClient:
     def delete_with(self, plural: str, name: str, uid: str, patch: dict[str, Any]) -> None:
         """Patch an object, then delete it if it still is the object of this uid."""
         custom = client.CustomObjectsApi(self.api)
-        what = f"{plural}/{name}"
-
-        def merge(*arguments: Any, **options: Any) -> Any:
-            content = "application/merge-patch+json"
-            return custom.patch_namespaced_custom_object(
-                *arguments, _content_type=content, **options
-            )
 
         def delete(*arguments: Any, **options: Any) -> Any:
             body = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=uid))
             return custom.delete_namespaced_custom_object(*arguments, body=body, **options)
 
-        self._request(what, merge, plural, name, patch)
-        self._request(what, delete, plural, name)
+        self.patch(plural, name, patch)
+        self._request(f"{plural}/{name}", delete, plural, name)
 
     def patch(self, plural: str, name: str, body: dict[str, Any]) -> None:
         """Merge these fields into an object."""

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast_cli.cluster import ClusterClient, ClusterError
-from holdfast_cli.gangs import KINDS
+from holdfast_cli.question import confirm
 from holdfast_core.api import (
     GANGS,
     Checkpoint,
@@ -33,7 +33,7 @@ from holdfast_core.api import (
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import JobUid
 from holdfast_core.retention import EXPLAINED, RetentionReason
-from holdfast_core.store_retention import is_stored, needs_source, plan_store
+from holdfast_core.store_retention import cloned_of, plan_store, pruned_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,8 @@ def plan_pruning(
         gang = gang.model_copy(update={"spec": changed(spec, checkpoint=policy)})
     uid = JobUid(gang.metadata.uid)
     own = [c for c in checkpoints if c.job == gang.name and c.status.job_uid == uid]
-    cloned = {g.spec.source_checkpoint or "" for g in gangs if needs_source(g) and g.uid != uid}
-    plan = plan_store(gang, own, cloned, now)
-    reasons = {verdict.checkpoint: verdict.reason for verdict in plan.prune}
-    doomed = [Pruned(c, reasons[c.id]) for c in own if is_stored(c) and c.id in reasons]
+    plan = plan_store(gang, own, cloned_of(gangs, uid), now)
+    doomed = [Pruned(checkpoint, reason) for checkpoint, reason in pruned_by(plan, own)]
     doomed.sort(key=lambda p: p.checkpoint.spec.step or 0, reverse=True)
     return Pruning(tuple(doomed), Counter(verdict.reason for verdict in plan.keep))
 
@@ -144,12 +142,10 @@ def why_not(gang: Gang) -> str | None:
 
 def with_data(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the patch after which a deletion of the object deletes the data as well."""
-    finalizers = [*checkpoint.metadata.finalizers]
-    if Checkpoint.FINALIZER not in finalizers:
-        finalizers.append(Checkpoint.FINALIZER)
+    added = () if checkpoint.has_finalizer else (Checkpoint.FINALIZER,)
     return {
         "metadata": {
-            "finalizers": finalizers,
+            "finalizers": [*checkpoint.metadata.finalizers, *added],
             "resourceVersion": checkpoint.metadata.resource_version,
         },
         "spec": {"deletionPolicy": DeletionPolicy.DELETE_DATA.value},
@@ -160,10 +156,7 @@ def prune_store(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
     """Show the plan of a job, and delete what it names after a question."""
     gang = parse_gang(cluster.gang(arguments.job))
     checkpoints = [Checkpoint.from_dict(c) for c in cluster.items("checkpoints")]
-    gangs = [
-        parse_gang(raw)
-        for raw in (raw for plural in KINDS.values() for raw in cluster.items(plural))
-    ]
+    gangs = [parse_gang(raw) for raw in cluster.gangs()]
     now = SystemClock().utc_now()
     pruning = plan_pruning(gang, checkpoints, gangs, now, keep_last=arguments.keep_last)
     if arguments.output == "json":
@@ -179,20 +172,14 @@ def prune_store(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
         return
     if obstacle is not None:
         raise ClusterError(f"nothing was deleted: {obstacle}")
-    if not arguments.yes and not _agreed(len(pruning.prune)):
-        raise ClusterError("nothing was deleted")
+    if not arguments.yes:
+        confirm(
+            f"delete the data of {len(pruning.prune)} checkpoints? It cannot be undone.",
+            refused="nothing was deleted",
+            no_terminal="nothing was deleted: there is no terminal to ask on. Add --yes to delete what the "
+            "plan names, or --dry-run to see the plan only",
+        )
     for pruned in pruning.prune:
         item = pruned.checkpoint
         cluster.delete_with("checkpoints", item.name, item.uid, with_data(item))
     print("the operator deletes them now; their objects go when the data is gone")
-
-
-def _agreed(number: int) -> bool:
-    if not sys.stdin.isatty():
-        raise ClusterError(
-            "nothing was deleted: there is no terminal to ask on. Add --yes to delete what the plan names, "
-            "or --dry-run to see the plan only"
-        )
-    print(f"delete the data of {number} checkpoints? It cannot be undone. [y/N] ", end="")
-    sys.stdout.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
