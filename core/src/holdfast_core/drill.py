@@ -472,7 +472,11 @@ class _DrilledParts(Closing):
             if len(self._shards) >= _OPEN_SHARDS:
                 self._shards.popitem(last=False)[1].close()
             shard = self._place.open_shard(self._manifest.ref(rank))
-        yield shard
+        try:
+            yield shard
+        except BaseException:
+            shard.close()
+            raise
         self._shards[rank] = shard
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import FileCredentials
 from holdfast_core.store.s3.store import S3ObjectStore
 from holdfast_core.store.tier import ObjectTier
+from holdfast_sidecar.process.termination import write_report
 
 _MESSAGE_CHARACTERS = 2000
 
@@ -38,13 +38,7 @@ def drill_store(store: str, store_dir: str, request: str, report_path: Path) -> 
         message = str(error).encode("ascii", "replace").decode()[:_MESSAGE_CHARACTERS]
         text = json.dumps({"error": type(error).__name__, "message": message})
         status = DrillExit.NOT_READ
-    sys.stdout.write(text + "\n")
-    try:
-        report_path.write_text(text)
-    except OSError as error:
-        sys.stderr.write(f"writing the report to {report_path}: {error}\n")
-        return DrillExit.NOT_READ
-    return status
+    return status if write_report(text, report_path) else DrillExit.NOT_READ
 
 
 def _drilled(store: str, store_dir: str, wanted: DrillContract) -> tuple[str, DrillExit]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import ConfigError
 from holdfast_core.store.probe import ProbeReason, ProbeReport, probe
 from holdfast_core.store.s3.credentials import FileCredentials
+from holdfast_sidecar.process.termination import write_report
 
 
 def probe_store(store: str, store_dir: str, report_path: Path) -> int:
@@ -28,11 +28,4 @@ def probe_store(store: str, store_dir: str, report_path: Path) -> int:
         report = probe(config, credentials, ca_file=credentials.ca_file)
     except ConfigError as error:
         report = ProbeReport(False, ProbeReason.CONFIGURATION_INVALID, str(error))
-    text = report.to_json()
-    sys.stdout.write(text + "\n")
-    try:
-        report_path.write_text(text)
-    except OSError as error:
-        sys.stderr.write(f"writing the report to {report_path}: {error}\n")
-        return 1
-    return 0
+    return 0 if write_report(report.to_json(), report_path) else 1

@@ -289,10 +289,7 @@ class Peers:
             job_uid: The job that owns it. None means this job.
             seconds: Total time-out; None for that of `call`.
         """
-        query = {"step": str(checkpoint.step), "round": str(checkpoint.round)}
-        if job_uid is not None:
-            query["jobUid"] = str(job_uid)
-        path = f"/v1/manifest?{urlencode(query)}"
+        path = _manifest_path(checkpoint, job_uid)
         answer = await self.exchange(worker, path, None, seconds=seconds)
         return body_of(answer, f"GET /v1/manifest to worker {worker}")
 
@@ -304,8 +301,7 @@ class Peers:
         accepted = self._current().accepted
         if accepted is None:
             raise UnavailableError("the sidecar waits for its ROUND")
-        path = f"/v1/manifest?step={checkpoint.step}&round={checkpoint.round}"
-        answer = await self._relayed(accepted.coordinator, path, None)
+        answer = await self._relayed(accepted.coordinator, _manifest_path(checkpoint), None)
         return body_of(answer, "GET /v1/manifest to the coordinator")
 
     async def layout(self, worker: Worker, digest: Digest) -> bytes:
@@ -375,6 +371,13 @@ async def _written(body: tuple[bytes, ...]) -> AsyncIterator[memoryview]:
     for piece in body:
         for part in in_pieces(piece):
             yield part
+
+
+def _manifest_path(checkpoint: CheckpointId, job_uid: JobUid | None = None) -> str:
+    query = {"step": str(checkpoint.step), "round": str(checkpoint.round)}
+    if job_uid is not None:
+        query["jobUid"] = str(job_uid)
+    return f"/v1/manifest?{urlencode(query)}"
 
 
 def body_of(answer: Answer, what: str) -> bytes:
