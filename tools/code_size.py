@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 16170,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
+    "core": 16190,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
     "operator": 12330,
     "sidecar": 8510,
-    "trainer_sdk": 16960,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
+    "trainer_sdk": 16950,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
     "cli": 890,
 }
 """Most lines of code of each package."""

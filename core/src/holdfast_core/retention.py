@@ -227,6 +227,29 @@ def plan_retention(state: RetentionState) -> RetentionPlan:
     return RetentionPlan(tuple(prune), tuple(keep))
 
 
+def superseded(
+    committed: Iterable[CheckpointId],
+    level: Level,
+    keep_last: int | None,
+    needed: Mapping[RetentionReason, Collection[CheckpointId]],
+) -> tuple[CheckpointId, ...]:
+    """Return what may be pruned of a place without rounds and without other rules, newest first.
+
+    Args:
+        committed: The checkpoints of the place.
+        level: The level that they have.
+        keep_last: See RetentionPolicy.
+        needed: See RetentionState.
+    """
+    state = RetentionState(
+        tuple(Committed(checkpoint, level) for checkpoint in committed),
+        RetentionPolicy(keep_last),
+        needed,
+        protecting_level=level,
+    )
+    return tuple(verdict.checkpoint for verdict in plan_retention(state).prune)
+
+
 def _by_need(state: RetentionState) -> dict[CheckpointId, RetentionReason]:
     """Return the first need of each checkpoint that has one."""
     return {c: reason for reason in reversed(_NEEDS) for c in state.needed.get(reason, ())}

@@ -42,13 +42,7 @@ from holdfast_core.messages import codec
 from holdfast_core.messages.schema import ReportedShard
 from holdfast_core.node.documents import read_document, replace_document
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.retention import (
-    Committed,
-    RetentionPolicy,
-    RetentionReason,
-    RetentionState,
-    plan_retention,
-)
+from holdfast_core.retention import RetentionReason, superseded
 from holdfast_core.save.place import info_of
 from holdfast_core.shards.file import ShardRecord
 
@@ -279,15 +273,9 @@ class Committer:
                 RetentionReason.BEING_READ: claimed_checkpoints(self.records_dir.parent),
                 RetentionReason.RESTORE_POINT: {newest, *protected},
             }
-            state = RetentionState(
-                tuple(Committed(checkpoint, Level.LOCAL) for checkpoint in committed),
-                RetentionPolicy(self.keep_last or None),
-                needed,
-                protecting_level=Level.LOCAL,
-            )
-            for verdict in plan_retention(state).prune:
-                self.tier.delete_checkpoint(JOB_UID, verdict.checkpoint)
-                committed.remove(verdict.checkpoint)
+            for checkpoint in superseded(committed, Level.LOCAL, self.keep_last or None, needed):
+                self.tier.delete_checkpoint(JOB_UID, checkpoint)
+                committed.remove(checkpoint)
             self._drop_old_records(newest, protected)
         known = set(committed)
         for record in self.tier.list_shards():

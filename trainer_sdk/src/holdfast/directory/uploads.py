@@ -38,7 +38,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.manifest import Manifest
-from holdfast_core.ids import CheckpointId, age_of
+from holdfast_core.ids import CheckpointId, Level, age_of
 from holdfast_core.messages.schema import (
     STORE_TAKEN,
     PersistRequest,
@@ -47,6 +47,7 @@ from holdfast_core.messages.schema import (
     SaveFailed,
 )
 from holdfast_core.pacing import BackgroundLimit
+from holdfast_core.retention import RetentionReason, superseded
 from holdfast_core.store.commit import commit, references_beside
 from holdfast_core.store.open import TakenError
 from holdfast_core.store.rules import QUIET, STALE_UPLOADS, StoredAs, merged
@@ -408,12 +409,15 @@ class FolderUploads:
 
     def _retain(self) -> None:
         """Delete the checkpoints of the store that are not kept."""
-        kept = {self._folder.protected, *self.wanted}
+        protected, stored = self._folder.protected, self._store.checkpoints()
+        needed = {
+            RetentionReason.RESTORE_POINT: () if protected is None else (protected,),
+            RetentionReason.UPLOADING: self.wanted,
+        }
         tier = self._shares.tier(self._plan.conditional_put)
-        for checkpoint in self._newest_stored()[self._keep_last :]:
-            if checkpoint not in kept:
-                failpoint("uploads.before_delete")
-                tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
+        for checkpoint in superseded(stored, Level.PERSISTED, self._keep_last, needed):
+            failpoint("uploads.before_delete")
+            tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
 
     def _sweep(self) -> None:
         """Delete at times what interrupted uploads and deletions have left in the store."""
@@ -425,9 +429,6 @@ class FolderUploads:
         tier = self._shares.tier(self._plan.conditional_put)
         tier.abort_stale(NAMESPACE, JOB_UID, STALE_UPLOADS)
         tier.sweep(NAMESPACE, JOB_UID, self._folder.round, QUIET, lambda: self.wanted)
-
-    def _newest_stored(self) -> list[CheckpointId]:
-        return sorted(self._store.checkpoints(), key=age_of, reverse=True)
 
     # ------------------------------------------------------------------ outcomes
 
