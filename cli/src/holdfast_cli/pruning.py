@@ -1,4 +1,4 @@
-"""`kubectl holdfast prune`: the plan of the retention for the object store of one job, and its deed.
+"""`kubectl holdfast prune`: show and delete what the retention of a job does not keep in the object store.
 
 The command plans with the operator's own function. It deletes no data itself: it sets deletionPolicy
 DeleteData and the finalizer of a Checkpoint, and deletes the object. The operator then has the data deleted.
