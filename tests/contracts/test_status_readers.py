@@ -22,7 +22,7 @@ COLUMN = "column"
 """The reader is a column of `kubectl get`."""
 VIEWS = "views.py"
 """The reader is `kubectl holdfast status`."""
-MOST_FIELDS = 81
+MOST_FIELDS = 80
 
 READERS = {
     "phase": COLUMN,
@@ -56,13 +56,12 @@ READERS = {
     "restorePoint": "decide/facts/readable.py",
     "restorePoint.step": "decide/facts/readable.py",
     "restorePoint.round": "decide/facts/evidence.py",
-    "restorePoint.manifest": "decide/gang.py",
     "restorePoint.jobUid": "decide/gang.py",
     "restorePoint.jobNamespace": "decide/gang.py",
     "lineage": "decide/facts/world.py",
     "lineage.round": "decide/facts/world.py",
     "lineage.base": "decide/facts/world.py",
-    "lineage.baseManifest": "decide/restore_point.py",
+    "lineage.baseManifest": "decide/gang.py",
     "recoveries": VIEWS,
     "recoveries.round": VIEWS,
     "recoveries.reason": VIEWS,

@@ -89,9 +89,7 @@ class Store(RuleBasedStateMachine):
         """Begin a round from any checkpoint on the lineage, as a restart or a roll back does."""
         base = data.draw(st.sampled_from(self._restorable()))
         self.round, self.step = self.round + 1, base.step
-        point = RestorePointStatus(
-            step=base.step, round=base.round, manifest=manifest_digest(base.step, base.round)
-        )
+        point = RestorePointStatus(step=base.step, round=base.round)
         last = PersistedStep(
             step=base.step, round=base.round, manifest=manifest_digest(base.step, base.round)
         )

@@ -125,9 +125,8 @@ def test_world_size() -> None:
             RestorePointStatus(
                 step=Step(100),
                 round=RestartRound(2),
-                manifest=Digest("b3:ab"),
             ),
-            {"step": 100, "round": 2, "manifest": "b3:ab"},
+            {"step": 100, "round": 2},
             id="a step",
         ),
     ],

@@ -66,7 +66,6 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         "restorePoint": {
             "step": None,
             "round": None,
-            "manifest": None,
             "jobUid": None,
             "jobNamespace": None,
         },

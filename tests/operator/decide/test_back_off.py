@@ -17,7 +17,7 @@ from holdfast_core.api import (
     RestorePointStatus,
     changed,
 )
-from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.failures import GATHER_SECONDS
@@ -25,7 +25,7 @@ from holdfast_operator.model.actions import BeginRound
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
 
 ROUND = RestartRound(6)
-BASE = RestorePointStatus(step=Step(10), round=RestartRound(1), manifest=Digest("b3:m"))
+BASE = RestorePointStatus(step=Step(10), round=RestartRound(1))
 
 
 def failing(
@@ -138,9 +138,7 @@ def without_a_point(observed: Observed) -> Observed:
     return with_status(found, restore_point=None, lineage=(last,))
 
 
-OF_ANOTHER_JOB = RestorePointStatus(
-    step=Step(10), round=RestartRound(40), manifest=Digest("b3:m"), job_uid=JobUid("other")
-)
+OF_ANOTHER_JOB = RestorePointStatus(step=Step(10), round=RestartRound(40), job_uid=JobUid("other"))
 NO_PROGRESS = {
     "the gang restores the same step each time": failing(4, trained=None, max_restarts=4),
     "no step was ever committed": with_status(

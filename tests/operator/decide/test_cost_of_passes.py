@@ -101,9 +101,7 @@ def training(checkpoints: tuple[Checkpoint, ...], memory: JobMemory | None = Non
             status(
                 2,
                 (0, 0),
-                restore_point=RestorePointStatus(
-                    step=Step(30), round=RestartRound(1), manifest=manifest_digest(30, 1)
-                ),
+                restore_point=RestorePointStatus(step=Step(30), round=RestartRound(1)),
                 coordinator=Worker(0),
                 lineage=(LineageEntry(round=ROUND, base=CheckpointId(Step(30), RestartRound(1))),),
                 last_persisted=PersistedStep(

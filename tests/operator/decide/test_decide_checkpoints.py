@@ -75,9 +75,7 @@ def world(
             status(
                 2,
                 (0, 0),
-                restore_point=RestorePointStatus(
-                    step=Step(30), round=RestartRound(1), manifest=manifest_digest(30, 1)
-                ),
+                restore_point=RestorePointStatus(step=Step(30), round=RestartRound(1)),
                 coordinator=Worker(0),
                 lineage=(
                     LineageEntry(

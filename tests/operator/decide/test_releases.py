@@ -58,9 +58,7 @@ def observed(**changes: Any) -> Observed:
     state = status(
         1,
         (0, 0),
-        restore_point=RestorePointStatus(
-            step=Step(10), round=RestartRound(0), manifest=manifest_digest(10, 0)
-        ),
+        restore_point=RestorePointStatus(step=Step(10), round=RestartRound(0)),
         coordinator=Worker(0),
         last_persisted=PERSISTED,
         last_committed_step=Step(10),

@@ -89,7 +89,7 @@ def test_newest_complete_step() -> None:
     choice = pick(SURVIVOR_AND_NEW, [A, NEW_B], [seen])
     assert isinstance(choice, Chosen)
     assert (choice.point.step, choice.point.round) == (20, 0)
-    assert choice.point.manifest == manifest_digest(20, 0)
+    assert choice.manifest == manifest_digest(20, 0)
     assert choice.reason is Reason.RESTORE_POINT_CHOSEN
 
 
@@ -248,7 +248,7 @@ def test_the_store_is_asked_before_a_gang_goes_on_without_a_checkpoint(known: in
     assert waits.note.reason == Reason.WAITING_FOR_STORE
     choice = asked((STORED,), last_committed_step=committed)
     assert isinstance(choice, Chosen)
-    assert (choice.point.id, choice.point.manifest) == (
+    assert (choice.point.id, choice.manifest) == (
         CheckpointId(Step(20), RestartRound(0)),
         manifest_digest(20, 0),
     )

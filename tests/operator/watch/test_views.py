@@ -40,7 +40,6 @@ FULL = TrainingJobStatus(
     restore_point=RestorePointStatus(
         step=Step(0),
         round=RestartRound(2),
-        manifest=Digest("b3:a"),
         job_uid=JobUid("other"),
         job_namespace="ns",
     ),

@@ -156,9 +156,6 @@ class RestorePointStatus(ApiModel):
         Field(description=("Optimizer step. Absent: the round started without a checkpoint.")),
     ] = None
     round: Annotated[RoundField | None, Field(description="Restart round that saved it.")] = None
-    manifest: Annotated[
-        DigestField | None, Field(description="BLAKE3 of the manifest, b3:<hex>.")
-    ] = None
     job_uid: Annotated[
         JobUid | None,
         Field(max_length=64, description="uid of the job that saved it, if it was another job."),

@@ -253,9 +253,9 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
     The step and the levels in the status go down to the restore point. A checkpoint that was found in the
     store is recorded as persisted.
     """
-    status = _with_found(world, choice.point)
+    status = _with_found(world, choice)
     point: RestorePointStatus = choice.point
-    entry = LineageEntry(round=world.round, base=point.id, base_manifest=point.manifest)
+    entry = LineageEntry(round=world.round, base=point.id, base_manifest=choice.manifest)
     own = point.step if point.job_uid is None else None
     lineage = status.lineage
     if own is None and lineage:
@@ -279,10 +279,10 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
     )
 
 
-def _with_found(world: World, point: RestorePointStatus) -> TrainingJobStatus:
+def _with_found(world: World, choice: restore_point.Chosen) -> TrainingJobStatus:
     """Return the status in which a restore point that only a list of the store names is persisted."""
-    id_, manifest, status = point.id, point.manifest, world.status
-    if id_ is None or manifest is None or point.job_uid is not None:
+    id_, manifest, status = choice.point.id, choice.manifest, world.status
+    if id_ is None or manifest is None or choice.point.job_uid is not None:
         return status
     listed = readable.stored_list(readable.answered_of(world))
     if world.last_persisted is not None or id_ not in listed:

@@ -30,7 +30,6 @@ from itertools import chain
 from holdfast_core.api import (
     Compression,
     JobCondition,
-    RestorePointStatus,
     TrainingJobStatus,
     changed,
 )
@@ -457,7 +456,7 @@ def round_message(world: World) -> Round:
     return Round(
         round=world.round,
         version=0,
-        restore_point=restore_point_message(status.restore_point),
+        restore_point=restore_point_message(status),
         coordinator=first_coordinator(world) if coordinator is None else coordinator,
         store_host=store_host(world),
         workers=len(members),
@@ -473,10 +472,12 @@ def round_message(world: World) -> Round:
     )
 
 
-def restore_point_message(view: RestorePointStatus | None) -> RestorePoint:
+def restore_point_message(status: TrainingJobStatus) -> RestorePoint:
+    view = status.restore_point
     if view is None:
         return RestorePoint()
-    return RestorePoint(view.step, view.round, view.manifest, view.job_uid, view.job_namespace)
+    manifest = status.lineage[-1].base_manifest if status.lineage else None
+    return RestorePoint(view.step, view.round, manifest, view.job_uid, view.job_namespace)
 
 
 def _policy(world: World) -> Policy:

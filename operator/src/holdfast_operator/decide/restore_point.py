@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from holdfast_core.api import LineageEntry, RestorePointStatus, changed, on_lineage
 from holdfast_core.errors import FormatError
 from holdfast_core.format.manifest import JobIdentity, manifest_document
-from holdfast_core.ids import CheckpointId, Step, ranks_of
+from holdfast_core.ids import CheckpointId, Digest, Step, ranks_of
 from holdfast_core.messages.schema import UncommittedShard
 from holdfast_operator.decide.facts import readable, start_over
 from holdfast_operator.decide.facts.world import MemberState, Note, World
@@ -55,6 +55,8 @@ MAX_LINEAGE = 64
 @dataclass(frozen=True, slots=True)
 class Chosen:
     point: RestorePointStatus
+    manifest: Digest | None
+    """Digest of the point's manifest, or None without a checkpoint. The lineage keeps it."""
     reason: Reason
     message: str
 
@@ -224,18 +226,18 @@ def _newest_known(world: World, candidates: list[readable.Candidate]) -> Step | 
 
 
 def _chosen(world: World, best: readable.Candidate, newest: Step | None, unknown: bool) -> Chosen:
-    point = RestorePointStatus(step=best.id.step, round=best.id.round, manifest=best.manifest)
+    point = RestorePointStatus(step=best.id.step, round=best.id.round)
     text = f"round {world.round} starts from step {best.id.step} of round {best.id.round}"
     if newest is None or best.id.step >= newest:
         apart = _quarantined_above(world, best.id.step)
         if not apart:
-            return Chosen(point, Reason.RESTORE_POINT_CHOSEN, text)
+            return Chosen(point, best.manifest, Reason.RESTORE_POINT_CHOSEN, text)
         given_up = apart[0].step - best.id.step
         text += (
             f", and gives up {given_up} steps: step {apart[0].step} of round {apart[0].round} is "
             "quarantined"
         )
-        return Chosen(point, Reason.QUARANTINED, text)
+        return Chosen(point, best.manifest, Reason.QUARANTINED, text)
     lower = f"{text}, not from {newest}:"
     if any(m.step > best.id.step for m in world.status.missing):
         reason = Reason.CHECKPOINT_MISSING
@@ -248,7 +250,7 @@ def _chosen(world: World, best: readable.Candidate, newest: Step | None, unknown
     else:
         reason = Reason.SHARDS_LOST
         text = f"{lower} every copy of one of its shards is lost"
-    return Chosen(point, reason, text)
+    return Chosen(point, best.manifest, reason, text)
 
 
 def _quarantined_above(world: World, step: Step | None) -> list[CheckpointId]:
@@ -297,8 +299,8 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
             text += (
                 f": the commit of step {unfinished} was interrupted, and one of its shards is lost"
             )
-            return Chosen(beginning, Reason.SHARDS_LOST, text)
-        return Chosen(beginning, Reason.RESTORE_POINT_CHOSEN, text)
+            return Chosen(beginning, None, Reason.SHARDS_LOST, text)
+        return Chosen(beginning, None, Reason.RESTORE_POINT_CHOSEN, text)
     source = next((c for c in world.observed.checkpoints if c.name == name), None)
     id_ = None if source is None else source.id
     if (
@@ -312,12 +314,11 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
     point = RestorePointStatus(
         step=id_.step,
         round=id_.round,
-        manifest=source.status.manifest,
         job_uid=source.status.job_uid,
         job_namespace=source.status.job_namespace or world.job.namespace,
     )
     text = f"round {world.round} starts from Checkpoint {name}, step {id_.step}"
-    return Chosen(point, Reason.RESTORE_POINT_CHOSEN, text)
+    return Chosen(point, source.status.manifest, Reason.RESTORE_POINT_CHOSEN, text)
 
 
 def extend_lineage(

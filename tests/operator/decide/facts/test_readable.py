@@ -68,9 +68,7 @@ def training(
     begun = status(
         NOW,
         [BEFORE] * WORKERS,
-        restore_point=RestorePointStatus(
-            step=Step(20), round=RestartRound(BEFORE), manifest=manifest_digest(20, BEFORE)
-        ),
+        restore_point=RestorePointStatus(step=Step(20), round=RestartRound(BEFORE)),
         lineage=(
             LineageEntry(round=RestartRound(BEFORE)),
             LineageEntry(round=RestartRound(NOW), **base),
