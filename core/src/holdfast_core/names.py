@@ -1,4 +1,4 @@
-"""Names of the objects of a job, the label by which they are selected, and the phases of a recovery.
+"""Names of a job's objects, the label that selects them, names of phases, and lists of names in messages.
 
 The operator creates these objects. Each name contains a digest of the job's uid. A job that is deleted and
 created again under the same name therefore cannot collide with pods, Services, Secrets or Checkpoints that
@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -156,3 +156,9 @@ def another_secret_name(first: str, attempt: int) -> str:
 def checkpoint_name(job: str, uid: JobUid, checkpoint: CheckpointId) -> str:
     """Return the name of the Checkpoint object that records a commit to the object tier."""
     return f"{job_prefix(job, uid)}-{checkpoint}"
+
+
+def first_of(names: Sequence[object], limit: int = 8) -> str:
+    """Return a list of at most `limit` names for a message, and the number of those that are left out."""
+    shown = ", ".join(map(str, names[:limit]))
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown

@@ -7,7 +7,7 @@ from tests.support.operator.life import Life
 
 from holdfast_operator.decide.decide import RUNNING_SECONDS
 from holdfast_operator.loop import observe
-from holdfast_operator.model.installation import JOBS_PER_SECOND, routine_seconds
+from holdfast_operator.sidecars.state import JOBS_PER_SECOND, routine_seconds
 
 MANY = 1000
 SECONDS = routine_seconds(MANY)

@@ -27,6 +27,7 @@ from holdfast_core.api import Checkpoint, JobCondition, TrainingJobStatus, chang
 from holdfast_core.contract import NODE_DIR, SIDECAR_CONTAINER
 from holdfast_core.ids import Step
 from holdfast_core.messages.schema import GangRequest
+from holdfast_core.names import first_of
 from holdfast_operator.decide.checkpoints import everything_recorded, pending_commit
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.evidence import Failure
@@ -42,7 +43,7 @@ from holdfast_operator.decide.facts.world import (
 )
 from holdfast_operator.model.actions import Action, CallPath, Delete, warning
 from holdfast_operator.model.job import PodPhase, PodView, Seen
-from holdfast_operator.model.reasons import Reason, first_of
+from holdfast_operator.model.reasons import Reason
 
 
 def why_kept(world: World) -> Note | None:

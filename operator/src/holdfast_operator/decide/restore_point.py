@@ -35,10 +35,11 @@ from holdfast_core.errors import FormatError
 from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.ids import CheckpointId, Digest, Step, ranks_of
 from holdfast_core.messages.schema import UncommittedShard
+from holdfast_core.names import first_of
 from holdfast_operator.decide.facts import readable, start_over
 from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.job import Done, Seen
-from holdfast_operator.model.reasons import Reason, first_of
+from holdfast_operator.model.reasons import Reason
 
 Saved = tuple[UncommittedShard, ...]
 """The shards of one step of all ranks of a worker, in order of the ranks."""

@@ -24,6 +24,7 @@ from holdfast_core.api import (
 from holdfast_core.api.base import stamp
 from holdfast_core.api.training_job_status import MAX_NAMED_WORKERS
 from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.names import first_of
 from holdfast_operator.decide import checkpoints, ends, gang
 from holdfast_operator.decide.facts import scheduling, sizes
 from holdfast_operator.decide.facts.evidence import (
@@ -59,7 +60,7 @@ from holdfast_operator.model.actions import (
     warning,
 )
 from holdfast_operator.model.job import Seen
-from holdfast_operator.model.reasons import Reason, first_of
+from holdfast_operator.model.reasons import Reason
 
 STARTING_SECONDS = 0.5
 """Shortest pause between passes while a round starts. Each pass repeats seals and ROUND until they are

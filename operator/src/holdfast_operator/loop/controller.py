@@ -22,6 +22,7 @@ from holdfast_core.api import (
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
+from holdfast_core.names import first_of
 from holdfast_operator.apply.apply import Applied, JobEffects, Present, apply, memory_after
 from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base import logs
@@ -40,7 +41,7 @@ from holdfast_operator.model.actions import Decision, Delete, EventKind, describ
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Now, Observed, Unreadable
 from holdfast_operator.model.ownership import Key, KeyKind, gang_key, store_key
-from holdfast_operator.model.reasons import Reason, first_of
+from holdfast_operator.model.reasons import Reason
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient

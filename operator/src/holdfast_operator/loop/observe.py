@@ -33,7 +33,7 @@ from holdfast_operator.decide.facts.spec import (
     template_problem,
 )
 from holdfast_operator.kube.cluster import JOB, Cluster
-from holdfast_operator.model.installation import SidecarSettings, routine_seconds
+from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import (
     JobMemory,
     NodeView,
@@ -49,6 +49,7 @@ from holdfast_operator.model.ownership import Key, gang_key, pod_source
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.render import render_pod
 from holdfast_operator.sidecars.calls import Sidecars
+from holdfast_operator.sidecars.state import routine_seconds
 from holdfast_operator.watch.cache import LEASES_PATH, NODES_PATH, ClusterCache
 from holdfast_operator.watch.nodes import NodeLeases
 

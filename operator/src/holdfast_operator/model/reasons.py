@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
 from enum import StrEnum
 
 from holdfast_core.messages.schema import CHECKPOINT_MISSING as _MISSING
@@ -281,12 +280,6 @@ class Reason(StrEnum):
 
 
 # --------------------------------------------------------------------------- texts of messages
-
-
-def first_of(names: Sequence[object], limit: int = 8) -> str:
-    """Return a list of at most `limit` names for a message, and the number of those that are left out."""
-    shown = ", ".join(map(str, names[:limit]))
-    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
 
 
 def first_cause(text: str) -> str:

@@ -31,7 +31,6 @@ from holdfast_core.messages.schema import (
     RestorePoint,
 )
 from holdfast_operator.base import logs
-from holdfast_operator.model.installation import routine_seconds
 from holdfast_operator.model.job import (
     AckedRound,
     InventoryView,
@@ -53,8 +52,21 @@ from holdfast_operator.sidecars.client import (
 ALL_SECONDS = 30.0
 """Time-out for the manifests of one inventory. The next one fetches only those that are missing."""
 
+JOBS_PER_SECOND = 25.0
+"""Jobs that are looked at in a second without an urgent reason. A look is an answer to a poll and a pass, and
+some write the status. It takes some 5 ms of processor time.
+
+Nothing waits for routine news: the progress of the ranks, the goodput, the age of the newest checkpoint. With
+few jobs they are seconds old. With a thousand jobs they would take all of the operator's time, so they are as
+old as the time in which the operator gets round to each job."""
+
 Fetch = Callable[[ListedManifest], Awaitable[bytes | None]]
 """Reads the document of a manifest from the sidecar that lists it. None: the sidecar has deleted it."""
+
+
+def routine_seconds(jobs: int) -> float:
+    """Return the shortest time between two routine looks at one of so many jobs."""
+    return jobs / JOBS_PER_SECOND
 
 
 class Manifests:

@@ -66,6 +66,7 @@ from holdfast_core.messages.schema import (
     RankWork,
     Straggler,
 )
+from holdfast_core.names import first_of
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.coordinator.gathered import Gathered
@@ -280,10 +281,8 @@ def _late(steps: Mapping[Rank, int], stacks: Mapping[Rank, RankStack]) -> list[R
 
 
 def _names(ranks: list[Rank]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-    more = len(ranks) - _SHOWN_RANKS
     word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word} {shown} and {more} more" if more > 0 else f"{word} {shown}"
+    return f"{word} {first_of(ranks, _SHOWN_RANKS)}"
 
 
 def _places(ranks: Iterable[Rank], stacks: Mapping[Rank, RankStack]) -> str:

@@ -35,6 +35,7 @@ from holdfast.places.place import NextFetch
 from holdfast_core.errors import ConfigError, CorruptionError, HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, age_of
 from holdfast_core.messages.schema import RestorePoint
+from holdfast_core.names import first_of
 from holdfast_core.node.tier import manifests_in
 
 logger = logging.getLogger(__name__)
@@ -361,12 +362,11 @@ def _lead(root: Path, settings: RankSettings, store: GangStore) -> None:
         )
         store.publish(_VERDICT, json.dumps(None))
         return
-    more = f" and {len(blind) - 4} more" if len(blind) > 4 else ""
     store.publish(
         _VERDICT,
         json.dumps(
             f"{root} is not the same folder on all nodes: rank 0 on {socket.gethostname()} created a file "
-            f"in it, which {', '.join(blind[:4])}{more} cannot see. Put the folder on a file system that "
+            f"in it, which {first_of(blind, 4)} cannot see. Put the folder on a file system that "
             "all nodes mount at this path, such as NFS or Lustre"
         ),
     )

@@ -58,14 +58,14 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import FIRST_SPARE, MAX_SPARES, RestartRound, Worker
-from holdfast_core.names import pod_name
+from holdfast_core.names import first_of, pod_name
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.evidence import CANNOT_START, Ruling
 from holdfast_operator.decide.facts.spec import replacement_problem
 from holdfast_operator.decide.facts.world import MemberState, Note, World, has_no_gang, worker_pod
 from holdfast_operator.model.actions import Delete, DesiredObject
 from holdfast_operator.model.job import NodeView, PodPhase, PodView, Seen, tolerated_taints
-from holdfast_operator.model.reasons import Reason, first_of
+from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.render import render_certificates
 from holdfast_operator.model.template import pod_spec
 

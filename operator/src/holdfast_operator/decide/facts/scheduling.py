@@ -40,7 +40,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.contract import NODE_VOLUME
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.names import pod_group_name
+from holdfast_core.names import first_of, pod_group_name
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.evidence import share_of
 from holdfast_operator.decide.facts.nodes import MAX_NODES, failed_nodes
@@ -48,7 +48,7 @@ from holdfast_operator.decide.facts.world import MemberState, World, has_no_gang
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Delete, ReleasePod
 from holdfast_operator.model.job import PodGroup, PodPhase, PodView, Seen, queue_of
-from holdfast_operator.model.reasons import Reason, first_of
+from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.template import items_of, pod_spec
 
 FIRST_BACK_OFF_SECONDS = 60.0

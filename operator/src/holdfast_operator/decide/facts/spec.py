@@ -27,11 +27,12 @@ from holdfast_core.api import (
 )
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_core.ids import Worker
+from holdfast_core.names import first_of
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.actions import Action, normal
 from holdfast_operator.model.job import OwnerView
-from holdfast_operator.model.reasons import Reason, first_of
+from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.render import injection
 from holdfast_operator.model.template import (
     RESTORE_FROM,

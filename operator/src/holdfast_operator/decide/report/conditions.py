@@ -26,6 +26,7 @@ from holdfast_core.clock import stamp
 from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER
 from holdfast_core.ids import Rank, Step, Worker
 from holdfast_core.messages.schema import Straggler
+from holdfast_core.names import first_of
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.evidence import ALL_LOST_SECONDS
 from holdfast_operator.decide.facts.nodes import (
@@ -49,7 +50,7 @@ from holdfast_operator.model.actions import (
     warning,
 )
 from holdfast_operator.model.job import PodPhase, Reachable, Unreadable
-from holdfast_operator.model.reasons import Reason, first_cause, first_of
+from holdfast_operator.model.reasons import Reason, first_cause
 
 NAMED_CHECKPOINTS = 8
 
