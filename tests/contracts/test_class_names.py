@@ -9,7 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MEMBERS = ("core", "operator", "sidecar", "trainer_sdk", "cli")
 ALLOWED = {
-    "Changed": "Operator and sidecar each log what has changed, and import no code of each other.",
     "Failure": "The operator observes failures, and a sidecar's message reports some.",
     "Metrics": "Operator and sidecar each have the metrics of their process.",
     "RestorePoint": "A public name of the SDK, and the messages' word for the checkpoint.",

@@ -13,8 +13,8 @@ import argparse
 import os
 import sys
 
+from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.settings import (
     Settings,
     drill_environment,
@@ -24,6 +24,9 @@ from holdfast_sidecar.base.settings import (
     termination_log,
 )
 from holdfast_sidecar.process.hooks import healthz, pre_stop
+
+_WARNINGS = 20
+"""Lines per minute of one warning or error. A trainer may cause any number, with requests that fail."""
 
 
 def _serve() -> int:
@@ -37,6 +40,7 @@ def _serve() -> int:
     settings = Settings.from_env()
     contract = settings.contract
     logs.configure(
+        own_warnings=_WARNINGS,
         job=contract.job,
         namespace=contract.namespace,
         worker=contract.worker,

@@ -29,8 +29,8 @@ from holdfast_core.api import (
 )
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
+from holdfast_core.logs import Changed
 from holdfast_core.names import service_name
-from holdfast_operator.base.logs import Changed
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.api import ApiError, from_kubeconfig, from_service_account, load_access

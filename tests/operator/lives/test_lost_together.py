@@ -150,7 +150,7 @@ def test_all_pods_that_are_lost_at_once_cost_one_round(
 def test_one_event_and_one_log_line_describe_a_complete_recovery(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "holdfast_operator")
+    caplog.set_level(logging.INFO, "holdfast")
     life = trained()
     node = life.operator.worker_pod(2)
     assert node is not None and node.node is not None
@@ -169,7 +169,7 @@ def test_one_event_and_one_log_line_describe_a_complete_recovery(
 def test_each_round_has_one_line_also_if_another_round_interrupts_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "holdfast_operator")
+    caplog.set_level(logging.INFO, "holdfast")
     life = trained()
     life.cluster.lose_pod(life.pod(2))
     life.run(60, until=lambda status: bool(status.restart_round and status.restore_point))

@@ -16,8 +16,8 @@ import pytest
 from tests.support.clock import ManualClock
 from tests.support.servers.flood import flood
 
+from holdfast_core import logs
 from holdfast_core.clock import SystemClock
-from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import SILENT_WATCH_SECONDS, Metrics, PlainPorts
 
 ATTACKERS = 300
@@ -123,7 +123,7 @@ def test_requests_that_are_not_http_fill_no_log(
             writer.close()
 
     root = logging.getLogger()
-    own = logging.getLogger("holdfast_operator")
+    own = logging.getLogger("holdfast")
     before = root.handlers[:], root.level, own.level
     try:
         logs.configure("INFO", ManualClock())  # each minute may log five lines

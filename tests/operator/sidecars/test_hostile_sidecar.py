@@ -168,7 +168,7 @@ async def test_a_coordinator_with_news_all_the_time_does_not_take_all_the_time()
 @pytest.mark.fault("A sidecar words its refusals differently each time")
 async def test_refusals_of_a_sidecar_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """The sidecar refuses with another text of 5,000 characters each time."""
-    with caplog.at_level(logging.INFO, "holdfast_operator"):
+    with caplog.at_level(logging.INFO, "holdfast"):
         async with bench() as b:
             pod = pod_view(0)
             server = await b.serve(pod)

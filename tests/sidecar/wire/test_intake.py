@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.support.clock import ManualClock
 
+from holdfast_core import logs
 from holdfast_core.errors import NotFoundError, UnavailableError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName, Worker
@@ -35,7 +36,6 @@ from holdfast_core.messages.socket_frames import (
     send_frame,
     write_frame,
 )
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.wire.intake import Attached, Intake, LocalConnection, LocalConnections
 
@@ -235,7 +235,7 @@ def test_a_request_that_fails_at_any_rate_fills_no_log(
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
-        logs.configure(ManualClock())
+        logs.configure("INFO", ManualClock(), own_warnings=20)
         asyncio.run(scenario())
     finally:
         root.handlers[:] = handlers

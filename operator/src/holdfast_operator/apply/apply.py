@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from holdfast_core import logs
 from holdfast_core.api import (
     Checkpoint,
     Gang,
@@ -38,7 +39,6 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
 from holdfast_core.messages.schema import Prune, PruneReply
-from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.api import ApiError, ConflictError, NameTakenError
 from holdfast_operator.kube.cluster import Cluster, Events

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from holdfast_core import logs
 from holdfast_core.api import GANGS, ConditionStatus, Gang, JobCondition
 from holdfast_core.clock import Clock, stamp
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.apply.apply import ActionsFailed
-from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError, ConflictError
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model.job import Unreadable

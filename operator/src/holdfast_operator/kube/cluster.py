@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast_core import logs
 from holdfast_core.api import (
     API_VERSION,
     GANGS,
@@ -27,7 +28,6 @@ from holdfast_core.api import (
 )
 from holdfast_core.clock import Clock, stamp
 from holdfast_core.errors import HoldfastError
-from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError, ConflictError, KubeApi, NameTakenError
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import Unreadable

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from holdfast_core import logs
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
-from holdfast_operator.base import logs
 from holdfast_operator.base.settings import DEFAULT_LEASE_SECONDS
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.kube.cluster import CONFLICT, NOT_FOUND

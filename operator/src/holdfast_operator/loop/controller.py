@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from datetime import timedelta
 from typing import Any, assert_never
 
+from holdfast_core import logs
 from holdfast_core.api import (
     CheckpointAdoption,
     CheckpointStore,
@@ -25,7 +26,6 @@ from holdfast_core.ids import JobUid
 from holdfast_core.names import first_of
 from holdfast_operator.apply.apply import Applied, JobEffects, Present, apply, memory_after
 from holdfast_operator.apply.reports import Reports
-from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.decide import ends
@@ -40,7 +40,7 @@ from holdfast_operator.loop.workqueue import WorkQueue
 from holdfast_operator.model.actions import Decision, Delete, EventKind, described
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Now, Observed, Unreadable
-from holdfast_operator.model.ownership import Key, KeyKind, gang_key, store_key
+from holdfast_operator.model.ownership import Key, KeyKind, gang_key, log_fields, store_key
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
@@ -262,12 +262,12 @@ class Controller:
         taken = self._clock.monotonic() - begun
         if taken >= LONG_PASS_SECONDS:
             self._queue.rest(key, RESTS_PER_PASS * taken)
-        self._log_changes.info(str(key), decision.reason, **logs.job_fields(job))
+        self._log_changes.info(str(key), decision.reason, **log_fields(job))
         deletes = [d for d in decision.deletes if isinstance(d, Delete)]
         if deletes:
             names = first_of([f"{d.kind} {d.name}" for d in deletes])
             text = f"deleting {names}: {deletes[0].reason}"
-            self._log_changes.info(f"{key} deletes", text, **logs.job_fields(job))
+            self._log_changes.info(f"{key} deletes", text, **log_fields(job))
         applied = await apply(decision, observed, self._effects)
         self._memory[job.uid] = memory_after(decision, observed, applied)
         await release_pods(self._cache, self._cluster, key)
@@ -306,13 +306,13 @@ class Controller:
         if applied.not_gone:
             names = ", ".join(applied.not_gone)
             text = f"the API server has pods that the watch does not show: {names}. They are listed again"
-            self._log_changes.info(f"{key} pods", text, **logs.job_fields(job))
+            self._log_changes.info(f"{key} pods", text, **log_fields(job))
             self._cache.relist_pods()
         for failed in applied.failed:
             verb = described(failed.action).rpartition(" ")[
                 0
             ]  # the same failure of many pods is one line
-            self._log_changes.warning(f"{key} {verb}", f"{failed}", **logs.job_fields(job))
+            self._log_changes.warning(f"{key} {verb}", f"{failed}", **log_fields(job))
         return IncompletePass(failed=bool(applied.failed))
 
     def _pass_failed(self, key: Key, error: Exception) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from itertools import count
 
+from holdfast_core import logs
 from holdfast_core.api import Checkpoint, CheckpointAdoption, CheckpointStore, Gang, JobCondition
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
@@ -23,7 +24,6 @@ from holdfast_core.ids import FIRST_SPARE, JobUid, RestartRound, Worker
 from holdfast_core.names import job_prefix
 from holdfast_core.store_retention import cloned_of
 from holdfast_operator.apply.apply import Present
-from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.facts.scheduling import wanted_group
 from holdfast_operator.decide.facts.spec import (
@@ -45,7 +45,7 @@ from holdfast_operator.model.job import (
     Unreadable,
     store_view,
 )
-from holdfast_operator.model.ownership import Key, gang_key, pod_source
+from holdfast_operator.model.ownership import Key, gang_key, log_fields, pod_source
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.render import render_pod
 from holdfast_operator.sidecars.calls import Sidecars
@@ -471,7 +471,7 @@ class SilenceChecks:
                     self._metrics.unexpected("tick")
                     if self._log_changes.is_new(f"tick {job.uid}", repr(error)):
                         logs.failure(
-                            "checking the job between passes failed", error, **logs.job_fields(job)
+                            "checking the job between passes failed", error, **log_fields(job)
                         )
             self._silent = frozenset(silent)
             for node in sorted(unproven):

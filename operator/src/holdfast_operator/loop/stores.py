@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from holdfast_core import logs
 from holdfast_core.api import (
     CheckpointStore,
     CheckpointStoreStatus,
@@ -23,7 +24,6 @@ from holdfast_core.api import (
 )
 from holdfast_core.clock import Clock
 from holdfast_core.contract import STORE_DIR, StoreConfig
-from holdfast_operator.base import logs
 from holdfast_operator.kube.api import NameTakenError
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model import labels

@@ -170,6 +170,11 @@ def gang_key(gang: Gang | Unreadable) -> Key:
     return Key(kind, gang.namespace, gang.name)
 
 
+def log_fields(gang: Gang) -> dict[str, Any]:
+    """Return the fields of a log line about a job."""
+    return {"namespace": gang.namespace, "job": gang.name, "round": gang.status.restart_round}
+
+
 def store_key(namespace: str, name: str) -> Key:
     return Key(KeyKind.STORE, namespace, name)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from ssl import SSLContext
 
+from holdfast_core import logs
 from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
@@ -30,7 +31,6 @@ from holdfast_core.messages.schema import (
     Refusal,
     RestorePoint,
 )
-from holdfast_operator.base import logs
 from holdfast_operator.model.job import (
     AckedRound,
     InventoryView,

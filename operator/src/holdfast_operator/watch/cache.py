@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, ValuesView
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
+from holdfast_core import logs
 from holdfast_core.api import (
     GANGS,
     GROUP,
@@ -37,7 +38,6 @@ from holdfast_core.api import (
 )
 from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
-from holdfast_operator.base import logs
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import NodeView, PodView, Unreadable, store_view

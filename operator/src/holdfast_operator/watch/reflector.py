@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from holdfast_core import logs
 from holdfast_core.clock import Clock
-from holdfast_operator.base import logs
 from holdfast_operator.base.settings import DEFAULT_SILENCE_SECONDS
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.model.job import Unreadable

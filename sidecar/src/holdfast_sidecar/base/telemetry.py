@@ -17,6 +17,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from holdfast_core import logs
 from holdfast_core.errors import (
     AccessDeniedError,
     CapacityError,
@@ -28,7 +29,6 @@ from holdfast_core.errors import (
 from holdfast_core.ids import Level, Rank, Step, TierName
 from holdfast_core.messages.common import Interval
 from holdfast_core.messages.schema import Failure, Refusal, SaveFailed, Stage
-from holdfast_sidecar.base import logs
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
@@ -445,7 +445,7 @@ class Failures:
         self._kept[subject] = failure
         while len(self._kept) > _MAX_KEPT:
             self._kept.pop(next(iter(self._kept)))
-        self._changed.log(subject, reason, detail=failure.message, tier=tier, step=step)
+        self._changed.warning(subject, reason, detail=failure.message, tier=tier, step=step)
         if before is None or (before.reason, before.step) != (reason, step):
             self._on_change()
         return failure

@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from holdfast_core import logs
 from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.ids import CheckpointId, Rank, Step, TierName, Worker, ranks_of
 from holdfast_core.messages.schema import (
@@ -31,7 +32,6 @@ from holdfast_core.messages.schema import (
     WorkerReport,
 )
 from holdfast_core.tasks import Signal, Tasks
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Tiers

@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 
+from holdfast_core import logs
 from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.ids import CheckpointId, Level, Rank, Step, TierName, Worker, ranks_of
 from holdfast_core.messages.schema import (
@@ -33,7 +34,6 @@ from holdfast_core.messages.schema import (
     WorkerReports,
 )
 from holdfast_core.tasks import Signal, Tasks
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Tiers
@@ -340,7 +340,7 @@ class Coordinator:
             if changed and self._hangs.hang is not None:
                 logs.warning("the gang hangs", detail=self._hangs.hang.message)
             if self._hangs.at_work:
-                changes.log("no step", self._hangs.at_work, round=self._parts.message.round)
+                changes.warning("no step", self._hangs.at_work, round=self._parts.message.round)
             else:
                 changes.healthy("no step")
             if changed:

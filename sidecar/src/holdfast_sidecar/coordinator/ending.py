@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Level, TierName
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.coordinator.commit import Commits, RoundParts
 from holdfast_sidecar.coordinator.ledger import StepEntry
 from holdfast_sidecar.coordinator.plan import shard_infos

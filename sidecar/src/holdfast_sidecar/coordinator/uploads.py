@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast_core import logs
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import AlreadyExistsError
@@ -28,7 +29,6 @@ from holdfast_core.messages.schema import (
 from holdfast_core.store.commit import commit, references_beside
 from holdfast_core.store.rules import UploadQueue, merged
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Backoff
 from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Pools

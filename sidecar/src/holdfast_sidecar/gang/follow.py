@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
+from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Worker
 from holdfast_core.messages.schema import Plan, Round
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import relay_of
 from holdfast_sidecar.wire.client import Peers
@@ -67,7 +67,7 @@ class Follower:
             try:
                 plan = await self._newer(state.accepted, state.worker)
             except HoldfastError as error:
-                changes.log("plan", str(error), round=state.round)
+                changes.warning("plan", str(error), round=state.round)
                 await self._pod.clock.sleep(min(backoff.next_seconds(), 2.0))
                 continue
             backoff.reset()

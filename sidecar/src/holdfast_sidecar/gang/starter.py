@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Rank, RestartRound
 from holdfast_core.messages.schema import (
@@ -21,7 +22,6 @@ from holdfast_core.messages.schema import (
     StoreAddress,
 )
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import relay_of
 from holdfast_sidecar.gang.barrier import Facts, open_barrier
@@ -125,7 +125,7 @@ class Starter:
             )
         )
         if not isinstance(run, Run):
-            self._waiting.log("barrier", run, as_info=True, round=state.round)
+            self._waiting.info("barrier", run, round=state.round)
             return
         if self._connections.push_launcher(run):
             logs.info("barrier open", round=state.round, step=run.restore_point.step)
@@ -239,7 +239,7 @@ class Starter:
                     seconds=_POLL_SECONDS + 5,
                 )
             except HoldfastError as error:
-                self._waiting.log("rendezvous", str(error), round=round_)
+                self._waiting.warning("rendezvous", str(error), round=round_)
                 is_relay_silent = not is_relay_silent
                 await self._pod.clock.sleep(min(backoff.next_seconds(), 1.0))
                 continue

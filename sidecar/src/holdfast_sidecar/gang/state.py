@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Level, Rank, RestartRound, Step, TierName, Worker, worker_of
 from holdfast_core.messages.codec import MAX_VALUED_STEPS
@@ -42,7 +43,6 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.save.staging import Stager
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.telemetry import Failures, RankGauges
@@ -488,7 +488,7 @@ class Reporter:
                 reports = WorkerReports(report.round, (message,))
                 reply = await self._peers.call(coordinator, reports, Ok)
             except HoldfastError as error:
-                changes.log("report", str(error), round=state.round)
+                changes.warning("report", str(error), round=state.round)
                 self._sources.gang.waits_for_store = None
                 self._sources.flow.report_failed()
                 self._changed.set()

@@ -16,11 +16,11 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
+from holdfast_core import logs
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.messages.schema import Plan
 from holdfast_core.shm.shared_files import opened_directory, replace_file
 from holdfast_core.tasks import Signal
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.settings import PORTS_FILE, Settings
 from holdfast_sidecar.base.telemetry import Failures, Metrics, Telemetry
 from holdfast_sidecar.coordinator.coordinator import CoordinatorRole

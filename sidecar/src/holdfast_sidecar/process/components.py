@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast_core import logs
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract, StoreConfig
 from holdfast_core.ids import RestartRound, TierName
@@ -24,7 +25,6 @@ from holdfast_core.store.s3.store import S3ObjectStore
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Signal
 from holdfast_core.tiers.objects import ObjectStore
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings

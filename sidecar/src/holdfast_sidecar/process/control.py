@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast_core import logs
 from holdfast_core.errors import (
     HoldfastError,
     RefusedError,
@@ -48,7 +49,6 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.node.tier import BUFFER_LIMIT_BYTES, DiskNodeTier
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import (
     Caller,
@@ -345,7 +345,7 @@ class ManifestRequests:
                     if await self._store(checkpoint, document, round_):
                         return
                 except UnavailableError as error:
-                    changes.log(subject, str(error))
+                    changes.warning(subject, str(error))
                 except HoldfastError as error:
                     self._failures.note(subject, TierName.NODE, error, step=checkpoint.step)
                 await self._pod.clock.sleep(backoff.next_seconds())

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from holdfast_core import logs
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,
@@ -30,7 +31,6 @@ from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Tasks
 from holdfast_core.tiers.base import NodeTier, ShardRecord
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.telemetry import Telemetry
@@ -89,7 +89,7 @@ class Inventories:
                 stored_manifests, self._store, contract.namespace, contract.job_uid
             )
         except HoldfastError as error:
-            self._changed.log("store", "the object store cannot be listed", error=str(error))
+            self._changed.warning("store", "the object store cannot be listed", error=str(error))
             return
         self._changed.healthy("store")
         self._stored = (round_, found)
@@ -126,7 +126,7 @@ class Inventories:
         if left_out:
             oldest = fitting.manifests[0].step
             text = "the inventory is too large: it leaves out its oldest steps. Lower retention.keepLast"
-            self._changed.log("inventory", text, steps=left_out, oldest_listed=oldest)
+            self._changed.warning("inventory", text, steps=left_out, oldest_listed=oldest)
         else:
             self._changed.healthy("inventory")
         return fitting

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from holdfast_core import logs
 from holdfast_core.errors import AlreadyExistsError, NotFoundError, RefusedError
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
@@ -40,7 +41,6 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.peer.server import CONNECTION_THREAD
 from holdfast_core.tasks import BACKGROUND_TASK, Tasks
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import Caller, RoundState, refuse
 from holdfast_sidecar.base.telemetry import Telemetry
@@ -97,13 +97,13 @@ class Deaths:
             self._die(context["message"], error, "task")
         else:
             self._counted("callback")
-            self._log_changes.log("event loop", f"{context['message']}: {error!r}")
+            self._log_changes.warning("event loop", f"{context['message']}: {error!r}")
 
     def in_thread(self, name: str, error: BaseException) -> None:
         """Handle the exception that ended a thread. That of a bulk connection's thread is not fatal."""
         if name == CONNECTION_THREAD:
             self._counted("connection")
-            self._log_changes.log(
+            self._log_changes.warning(
                 "bulk connection", f"the thread of a bulk connection ended: {error!r}"
             )
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from holdfast_core import logs
 from holdfast_core.errors import FormatError, RefusedError
 from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import (
@@ -26,7 +27,6 @@ from holdfast_core.messages.schema import (
 from holdfast_core.pacing import BackgroundLimit, bytes_each_step
 from holdfast_core.save.staging import WriteOutcome
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState, fence
 from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.gang.state import RankNotices

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from holdfast_core import logs
 from holdfast_core.errors import (
     CorruptionError,
     HoldfastError,
@@ -36,7 +37,6 @@ from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Pool, Tasks
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource, SourceErrors
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Tiers

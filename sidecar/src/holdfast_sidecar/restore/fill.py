@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 
+from holdfast_core import logs
 from holdfast_core.errors import (
     FormatError,
     HoldfastError,
@@ -49,7 +50,6 @@ from holdfast_core.shm.slot_file import (
     slot_holds,
 )
 from holdfast_core.tasks import Signal
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState, fence
 from holdfast_sidecar.base.telemetry import Metrics

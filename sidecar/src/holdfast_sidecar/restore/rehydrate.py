@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from holdfast_core import logs
 from holdfast_core.errors import (
     HoldfastError,
     NotFoundError,
@@ -29,7 +30,6 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.tasks import Tasks
 from holdfast_core.tiers.sources import SourceErrors
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.telemetry import Metrics, RestoreFailures
 from holdfast_sidecar.restore.fetch import Fetcher

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from holdfast_core import logs
 from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import ByteRange, Rank, TierName
@@ -22,7 +23,6 @@ from holdfast_core.messages.schema import Refusal
 from holdfast_core.reading import Reader
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.shm.slot_file import SlotFile, SlotHeader, begin_assembly, begin_shard
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Patience
 from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Pools

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from holdfast_core import logs
 from holdfast_core.errors import (
     CorruptionError,
     NotFoundError,
@@ -42,7 +43,6 @@ from holdfast_core.shards.file import ShardRecord
 from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.rules import StoredAs
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Backoff, Pod
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers

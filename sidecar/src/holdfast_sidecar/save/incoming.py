@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from holdfast_core import logs
 from holdfast_core.clock import Clock
 from holdfast_core.errors import (
     CapacityError,
@@ -18,7 +19,6 @@ from holdfast_core.errors import (
 from holdfast_core.ids import Digest, ShardRef, Step, Worker, worker_of
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Refusal
 from holdfast_core.shards.file import Trailer
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import Caller, RoundState, fence
 from holdfast_sidecar.base.tiers import Tiers

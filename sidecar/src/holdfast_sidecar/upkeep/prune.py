@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from holdfast_core import logs
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import HoldfastError
@@ -20,7 +21,6 @@ from holdfast_core.messages.schema import Round
 from holdfast_core.store.rules import QUIET, STALE_UPLOADS
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.tiers import Pools
 
 

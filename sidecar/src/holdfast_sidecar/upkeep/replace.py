@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast_core import logs
 from holdfast_core.errors import HoldfastError, NotFoundError
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.tiers.sources import SourceErrors
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import Fetcher
@@ -71,7 +71,9 @@ class Replacer:
         source_errors = SourceErrors()
         tier = await self._fetcher.shard(ref, RestorePoint(), source_errors)
         if tier is None:
-            self._log_changes.log(str(ref), f"a bad shard cannot be replaced now: {source_errors}")
+            self._log_changes.warning(
+                str(ref), f"a bad shard cannot be replaced now: {source_errors}"
+            )
             return False
         self._log_changes.healthy(str(ref))
         if not await self._is_wanted(ref):
@@ -100,7 +102,7 @@ class Replacer:
         if await self._fetcher.manifest(point, checkpoint, source_errors) is not None:
             logs.info("replaced a bad manifest", checkpoint=str(checkpoint))
             return True
-        self._log_changes.log(
+        self._log_changes.warning(
             str(checkpoint), f"a bad manifest cannot be replaced now: {source_errors}"
         )
         return not source_errors.retryable
@@ -115,7 +117,7 @@ class Replacer:
         except NotFoundError:
             return True
         except HoldfastError as error:
-            self._log_changes.log(digest, f"a bad layout cannot be replaced now: {error}")
+            self._log_changes.warning(digest, f"a bad layout cannot be replaced now: {error}")
             return False
         logs.info("replaced a bad layout", layout=digest)
         return True

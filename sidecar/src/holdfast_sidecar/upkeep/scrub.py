@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
+from holdfast_core import logs
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,
@@ -25,7 +26,6 @@ from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName
 from holdfast_core.messages.schema import Suspect
 from holdfast_core.tasks import Tasks
 from holdfast_core.tiers.base import NodeTier
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers

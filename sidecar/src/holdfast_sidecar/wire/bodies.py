@@ -14,9 +14,9 @@ from weakref import WeakValueDictionary
 
 from aiohttp import web
 
+from holdfast_core import logs
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import Caller
 
 

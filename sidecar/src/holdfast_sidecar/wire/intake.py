@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from holdfast_core import logs
 from holdfast_core.errors import (
     FormatError,
     HoldfastError,
@@ -36,7 +37,6 @@ from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
 from holdfast_core.net.listener import ConnectionLimits, Connections
 from holdfast_core.shm.shared_files import listen_unix
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.wire.bodies import ByteBudget, ClosedConnections
 

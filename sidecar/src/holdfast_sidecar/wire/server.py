@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 
 from aiohttp import web
 
+from holdfast_core import logs
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import (
     FormatError,
@@ -41,7 +42,6 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.net.listener import ListenerLimits, Port, dns_names
 from holdfast_core.net.tls import operator_dns_name
-from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_caller
 from holdfast_sidecar.wire.bodies import Bodies, BodyLimits, ClosedConnections, in_pieces
 from holdfast_sidecar.wire.client import raise_refused

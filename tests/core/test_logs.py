@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.support.clock import ManualClock
 
-from holdfast_sidecar.base import logs
+from holdfast_core import logs
 
 
 @pytest.mark.fault("A caller causes log lines without end")
@@ -33,7 +33,7 @@ def configured() -> Iterator[ManualClock]:
     handlers, level = root.handlers[:], root.level
     clock = ManualClock()
     try:
-        logs.configure(clock, job="j")
+        logs.configure("INFO", clock, own_warnings=20, job="j")
         yield clock
     finally:
         root.handlers[:] = handlers
