@@ -52,7 +52,8 @@ from holdfast_core.shards.file import (
 from holdfast_core.shards.pack import index_bytes_of, unpack_index
 from holdfast_core.shards.stream import ShardStream
 from holdfast_core.shm.slot_file import SlotHeader, SlotState
-from holdfast_operator.loop.stores import parse_message
+from holdfast_operator.loop.stores import result_of
+from holdfast_operator.model.command_pods import parse_report
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
@@ -307,7 +308,7 @@ def _api() -> Iterator[Target]:
     )
     yield Target(
         "probe-message",
-        lambda data: parse_message(data.decode(errors="surrogateescape")),
+        lambda data: result_of(parse_report(data.decode(errors="surrogateescape"), "the pod")),
         (b'{"available": true, "reason": "Probed", "features": {"checksum": true}}',),
         (),
     )

@@ -22,11 +22,12 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.names import checkpoint_name, job_prefix, pod_name
 from holdfast_operator.apply.apply import JobEffects, Present
+from holdfast_operator.apply.command_runs import CommandRuns
 from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.api import ApiError, NameTakenError
 from holdfast_operator.kube.cluster import Cluster, Events
-from holdfast_operator.loop.stores import Stores, probe_name
+from holdfast_operator.loop.stores import Stores, probe_command
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import DesiredObject
 from holdfast_operator.model.installation import SidecarSettings
@@ -467,11 +468,12 @@ async def test_a_foreign_pod_with_the_name_of_a_probe_is_reported_on_the_store()
     await edge.look()
     store = edge.cache.stores.get(NAMESPACE, "main")
     assert store is not None
-    name = probe_name(store)
+    name = probe_command(store).pod_name(store)
     forged = {"name": name, "namespace": NAMESPACE, "labels": {}}
     edge.api.put("pods", {"metadata": forged})
     events = Events(edge.cluster, edge.clock)
-    stores = Stores(edge.cluster, edge.cache, events, SidecarSettings("i"), edge.clock)
+    commands = CommandRuns(edge.cluster, edge.cache, SidecarSettings("i"), edge.clock)
+    stores = Stores(edge.cluster, edge.cache, events, commands, edge.clock)
     await stores.reconcile(NAMESPACE, "main")
     (reported,) = edge.api.all("checkpointstores")[0]["status"]["conditions"]
     assert (reported["status"], reported["reason"]) == ("False", "ProbeRefused")

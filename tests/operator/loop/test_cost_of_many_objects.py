@@ -17,6 +17,7 @@ from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.api import CheckpointAdoption, TrainingJob
 from holdfast_core.names import job_prefix
+from holdfast_operator.apply.command_runs import CommandRuns
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.model.installation import SidecarSettings
@@ -146,7 +147,9 @@ async def test_a_pass_over_a_store_costs_the_same_beside_any_number_of_gangs_tha
             api.put(plural, gang(plural, f"job-{n}", at=n))
         cache = await listed(api)
         nothing = cast(Any, Nothing())
-        stores = Stores(nothing, cache, nothing, SidecarSettings("image:1"), ManualClock())
+        clock = ManualClock()
+        commands = CommandRuns(nothing, cache, SidecarSettings("image:1"), clock)
+        stores = Stores(nothing, cache, nothing, commands, clock)
         finished(stores.reconcile("team-a", "main"))
         costs.append(operations(lambda: finished(stores.reconcile("team-a", "main"))))  # noqa: B023
     assert costs[1] - costs[0] < NOISE

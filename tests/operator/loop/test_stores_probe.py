@@ -11,17 +11,24 @@ import pytest
 from holdfast_core.api import CheckpointStore, StoreFeatures, changed
 from holdfast_core.contract import StoreConfig
 from holdfast_operator.loop.stores import (
+    ProbeResult,
     next_look_seconds,
-    parse_message,
+    probe_command,
     probe_due,
-    probe_name,
-    render_probe,
     result_of,
     store_status,
 )
+from holdfast_operator.model.command_pods import (
+    CommandUnderway,
+    CommandView,
+    parse_report,
+    render_command,
+    state_of,
+)
 from holdfast_operator.model.installation import SidecarSettings
-from holdfast_operator.model.job import store_config, store_view
-from holdfast_operator.watch.records import ProbePod
+from holdfast_operator.model.job import store_view
+from holdfast_operator.model.ownership import StoreVerb, store_key
+from holdfast_operator.watch.records import CommandPod, ForeignPod, read_pod
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 PROBED = "2026-05-01T11:55:00Z"
@@ -73,13 +80,11 @@ def store(
     )
 
 
-def pod(**changes: Any) -> ProbePod:
+def pod(**changes: Any) -> CommandView:
     values: dict[str, Any] = {
-        "namespace": "team",
         "name": "holdfast-probe-main-x",
         "uid": "p",
-        "store": "main",
-        "store_uid": "u",
+        "verb": StoreVerb.PROBE,
         "phase": "Pending",
         "terminating": False,
         "waiting_reason": None,
@@ -87,7 +92,21 @@ def pod(**changes: Any) -> ProbePod:
         "message": None,
         "unscheduled": None,
     }
-    return ProbePod(**{**values, **changes})
+    return CommandView(**{**values, **changes})
+
+
+def probe_name(record: CheckpointStore) -> str:
+    return probe_command(record).pod_name(record)
+
+
+def result(record: CheckpointStore, seen: CommandView, age: float) -> ProbeResult | None:
+    state = state_of(seen, probe_command(record), store_view(record), age)
+    return None if isinstance(state, CommandUnderway) else result_of(state)
+
+
+def answered(text: str) -> ProbeResult:
+    """Return the result of a probe whose pod wrote this termination message."""
+    return result_of(parse_report(text, "the probe's pod"))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +160,8 @@ def test_name_is_the_same_until_a_probe_has_ended() -> None:
 
 def test_pod_holds_the_keys_and_no_privilege() -> None:
     record = store(ca="ca")
-    body = render_probe(record, store_config(record), SidecarSettings("image:1"))
+    command = probe_command(record)
+    body = render_command(record, store_view(record), command, SidecarSettings("image:1"))
     spec = body["spec"]
     container = spec["containers"][0]
     assert container["image"] == "image:1"
@@ -157,6 +177,21 @@ def test_pod_holds_the_keys_and_no_privilege() -> None:
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert body["metadata"]["ownerReferences"][0]["uid"] == "u"
+    assert body["metadata"]["labels"]["app.kubernetes.io/component"] == "store-probe"
+
+
+def test_pod_is_read_as_a_command_of_its_store() -> None:
+    record = store()
+    command = probe_command(record)
+    body = render_command(record, store_view(record), command, SidecarSettings("image:1"))
+    body["metadata"]["uid"] = "p"
+    read = read_pod(body)
+    assert isinstance(read, CommandPod)
+    assert (read.owner_uid, read.key) == ("u", store_key("team", "main"))
+    assert (read.view.name, read.view.verb) == (probe_name(record), StoreVerb.PROBE)
+    for notes in ({}, {"holdfast.dev/reports-to": "node/main"}):
+        body["metadata"]["annotations"] = notes
+        assert isinstance(read_pod(body), ForeignPod), "no pass could read its result"
 
 
 ANSWER = json.dumps(
@@ -185,38 +220,38 @@ ANSWER = json.dumps(
         ("evicted", pod(phase="Failed", message=""), 1, "ProbeFailed"),
     ],
 )
-def test_end(name: str, seen: ProbePod, age: float, reason: str | None) -> None:
-    result = result_of(store(), seen, age)
-    assert (None if result is None else result.reason) == reason
+def test_end(name: str, seen: CommandView, age: float, reason: str | None) -> None:
+    found = result(store(), seen, age)
+    assert (None if found is None else found.reason) == reason
 
 
 def test_a_missing_secret_is_named_with_a_remedy() -> None:
-    result = result_of(store(ca="authority"), pod(waiting_reason="ContainerCreating"), 30)
-    assert result is not None
+    found = result(store(ca="authority"), pod(waiting_reason="ContainerCreating"), 30)
+    assert found is not None
     for word in ("Secret keys", "accessKey and secretKey", "Secret authority", "team"):
-        assert word in result.message
+        assert word in found.message
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"available": "yes"}', "{", "5"])
 def test_a_hostile_termination_message_is_a_failed_probe(text: str) -> None:
-    assert parse_message(text).reason == "ProbeFailed"
-    assert parse_message(text).available is False
+    assert answered(text).reason == "ProbeFailed"
+    assert answered(text).available is False
 
 
 def test_status_keeps_the_transition_time() -> None:
     record = store(False, "AccessDenied", PROBED)
-    status = store_status(record, parse_message(ANSWER), NOW)
+    status = store_status(record, answered(ANSWER), NOW)
     assert status.conditions[0].last_transition_time == NOW - timedelta(hours=2)
     assert status.features == StoreFeatures(conditional_put=True, checksum=False)
     assert status.last_probe == NOW
-    now_well = store_status(record, parse_message('{"available": true}'), NOW)
+    now_well = store_status(record, answered('{"available": true}'), NOW)
     assert now_well.conditions[0].last_transition_time == NOW
 
 
 def test_a_probe_that_fails_early_keeps_the_known_features() -> None:
-    seen = store_status(store(True), parse_message(ANSWER), NOW)
+    seen = store_status(store(True), answered(ANSWER), NOW)
     again = changed(store(True), status=seen)
-    assert store_status(again, parse_message("no answer"), NOW).features == seen.features
+    assert store_status(again, answered("no answer"), NOW).features == seen.features
 
 
 def test_a_store_is_available_to_a_job_after_a_probe_of_its_generation() -> None:

@@ -25,6 +25,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
 from holdfast_core.names import first_of
 from holdfast_operator.apply.apply import Applied, JobEffects, Present, apply, memory_after
+from holdfast_operator.apply.command_runs import CommandRuns
 from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
@@ -149,7 +150,8 @@ class Controller:
             metrics,
             self.enqueue,
         )
-        self._stores = Stores(self._cluster, self._cache, events, self._sidecar, clock)
+        self._commands = CommandRuns(self._cluster, self._cache, self._sidecar, clock)
+        self._stores = Stores(self._cluster, self._cache, events, self._commands, clock)
         self._memory: dict[JobUid, JobMemory] = {}
         self._log_changes = logs.Changed()
         self._tasks: set[asyncio.Task[None]] = set()

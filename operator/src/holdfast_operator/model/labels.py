@@ -75,17 +75,19 @@ MANAGED_BY_VALUE = "holdfast"
 COMPONENT = "app.kubernetes.io/component"
 
 COMPONENT_WORKER = "worker"
-"""Value of COMPONENT on worker pods. Store probes have COMPONENT_STORE_PROBE."""
+"""Value of COMPONENT on worker pods. Pods that run a command for a store have `store-` and the verb."""
 
 COMPONENT_PLACEHOLDER = "placeholder"
 """Value of COMPONENT on pods that look for nodes for missing workers of an elastic gang."""
 
 FIELD_MANAGER = "holdfast-operator"
 
-COMPONENT_STORE_PROBE = "store-probe"
-
 STORE_NAME = f"{GROUP}/store"
-"""Label of a probe pod with the name of its CheckpointStore."""
+"""Label of a pod that runs a command for a store, with the name of the CheckpointStore."""
+
+REPORTS_TO = f"{GROUP}/reports-to"
+"""Annotation of a pod that runs a command for a store, with kind and name of the key whose pass reads the
+result."""
 
 POD = "Pod"
 

@@ -104,7 +104,7 @@ def group_annotations(group: PodGroup | None) -> dict[str, str]:
     return {labels.POD_GROUP_COUNT: str(group.pods), labels.ROLE_HASH: labels.ROLE_WORKER}
 
 
-def owner_reference(owner: Gang | CheckpointStore) -> dict[str, Any]:
+def owner_reference(owner: Gang | Checkpoint | CheckpointStore) -> dict[str, Any]:
     """Return the controller reference by which an object is deleted with its owner."""
     return {
         "apiVersion": API_VERSION,

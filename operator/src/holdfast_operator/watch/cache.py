@@ -2,11 +2,11 @@
 
 Each look-up reads only what it returns. Jobs and adoptions are found by key and by the objects that their
 specs name, Checkpoints by name and by job, objects that cannot be parsed by kind and name, and pods by their
-owner: workers by namespace and job uid, probes by namespace and store uid.
+owner: workers by namespace and job uid, pods that run a command for a store by namespace, owner and verb.
 
 A pod that carries our label but is not controlled by one of our objects, or does not have the name of a
-worker or probe, is foreign. No look-up returns it and it adds no key to the queue, so the operator
-cannot count it as a worker, call it or delete it.
+worker or of a store's command, is foreign. No look-up returns it and it adds no key to the queue, so the
+operator cannot count it as a worker, call it or delete it.
 
 The cache only reads from the API and is as new as the newest event. Each change adds the keys of the
 affected jobs and stores to the work queue.
@@ -40,10 +40,12 @@ from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
+from holdfast_operator.model.command_pods import CommandView
 from holdfast_operator.model.job import NodeView, PodView, Unreadable, store_view
 from holdfast_operator.model.ownership import (
     Key,
     KeyKind,
+    StoreVerb,
     adoption_key,
     gang_key,
     job_key,
@@ -51,10 +53,10 @@ from holdfast_operator.model.ownership import (
 )
 from holdfast_operator.watch.nodes import NodeCache, NodeLeases
 from holdfast_operator.watch.records import (
+    CommandPod,
     ForeignPod,
     Lease,
     ManagedPod,
-    ProbePod,
     WorkerPod,
     node_view,
     read_adopted_pod,
@@ -219,9 +221,10 @@ class PodIndex(Index[Item]):
         """Return the keys of the jobs that have workers or placeholders on this node."""
         return {p.key for p in self.members("node", node) if isinstance(p, WorkerPod)}
 
-    def probes(self, namespace: str, store_uid: str) -> tuple[ProbePod, ...]:
-        pods = self.members("store", namespace, store_uid)
-        return tuple(p for p in pods if isinstance(p, ProbePod))
+    def commands(self, namespace: str, owner_uid: str, verb: StoreVerb) -> tuple[CommandView, ...]:
+        """Return the pods of an owner that run a command of this verb for a store."""
+        pods = self.members("command", namespace, owner_uid, verb)
+        return tuple(p.view for p in pods if isinstance(p, CommandPod))
 
     def unreadable(self, *owner: str) -> tuple[Unreadable, ...]:
         """Return the pods that cannot be parsed, all or those of a namespace and uid of the controller."""
@@ -250,8 +253,8 @@ def _pod_groups(item: Item) -> Iterable[Names]:
             yield "key", item.key
             if item.view.node is not None:
                 yield "node", item.view.node
-        case ProbePod():
-            yield "store", item.namespace, item.store_uid
+        case CommandPod():
+            yield "command", item.namespace, item.owner_uid, item.view.verb
         case ForeignPod():
             yield ("foreign",)
             yield "foreign", item.namespace
@@ -261,12 +264,10 @@ def _pod_groups(item: Item) -> Iterable[Names]:
 
 
 def key_of(item: Item) -> Key | None:
-    """Return the key of the job or store that needs a pass when this pod changes."""
+    """Return the key of the object that needs a pass when this pod changes."""
     match item:
-        case WorkerPod():
+        case WorkerPod() | CommandPod():
             return item.key
-        case ProbePod():
-            return store_key(item.namespace, item.store)
         case Unreadable(owner=owner) if owner is not None and owner.kind == TrainingJob.KIND:
             return job_key(item.namespace, owner.name)
         case Unreadable(owner=owner) if owner is not None and owner.kind == CheckpointStore.KIND:

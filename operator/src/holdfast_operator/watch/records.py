@@ -22,10 +22,10 @@ from holdfast_core.clock import parse_stamp
 from holdfast_core.contract import CERTS_VOLUME, SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_core.ids import JobUid
 from holdfast_operator.model import labels
+from holdfast_operator.model.command_pods import CommandView
 from holdfast_operator.model.job import (
     LOST_NODE_TAINTS,
     NodeView,
-    Owner,
     PodGroup,
     PodPhase,
     PodView,
@@ -35,13 +35,14 @@ from holdfast_operator.model.job import (
 )
 from holdfast_operator.model.ownership import (
     Key,
+    StoreVerb,
     WorkerIdentity,
     adopted_identity,
     adoption_key,
     any_controller,
+    command_of,
     controller_of,
     job_key,
-    probed_store,
     whose,
     worker_identity,
 )
@@ -293,7 +294,7 @@ def node_view(raw: Mapping[str, Any]) -> NodeView:
 
 @dataclass(frozen=True, slots=True)
 class ManagedPod:
-    """A pod with our label: a WorkerPod, a ProbePod, or a ForeignPod."""
+    """A pod with our label: a WorkerPod, a CommandPod, or a ForeignPod."""
 
     namespace: str
     uid: str
@@ -301,9 +302,9 @@ class ManagedPod:
 
 @dataclass(frozen=True, slots=True)
 class ForeignPod(ManagedPod):
-    """A pod with our label, but without the controller and name of a worker or probe.
+    """A pod with our label, but without the controller and name of a worker or of a store's command.
 
-    It is never counted as a worker or probe, called or deleted.
+    It is never counted as one of them, called or deleted.
     """
 
     name: str
@@ -321,21 +322,13 @@ class WorkerPod(ManagedPod):
 
 
 @dataclass(frozen=True, slots=True)
-class ProbePod(ManagedPod):
-    """The pod of a store's probe, with its state and its result."""
+class CommandPod(ManagedPod):
+    """A short-lived pod that runs a command with the keys of a store."""
 
-    name: str
-    store: str
-    """Name of the CheckpointStore that controls the pod."""
-    store_uid: str
-    phase: str
-    terminating: bool
-    waiting_reason: str | None
-    waiting_message: str
-    message: str | None
-    """Termination message; None while the pod has not ended."""
-    unscheduled: str | None
-    """The scheduler's message where it found no node, else None."""
+    owner_uid: str
+    key: Key
+    """The pass that reads the result."""
+    view: CommandView
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,13 +344,14 @@ def read_pod(raw: Mapping[str, Any]) -> ManagedPod:
     """Classify a pod by its controller and its name. Labels only select which pods are watched."""
     meta = raw["metadata"]
     namespace = str(meta.get("namespace"))
-    store = probed_store(raw)
-    if store is not None:
-        return _probe_pod(raw, store)
     identity = worker_identity(raw)
-    if identity is None:
+    if identity is not None:
+        return _worker_pod(raw, identity, job_key(namespace, identity.job))
+    command = command_of(raw)
+    if command is None:
         return ForeignPod(namespace, str(meta["uid"]), str(meta["name"]), whose(raw))
-    return _worker_pod(raw, identity, job_key(namespace, identity.job))
+    owner, verb, key = command
+    return CommandPod(namespace, str(meta["uid"]), owner.uid, key, _command_view(raw, verb))
 
 
 def read_adopted_pod(raw: Mapping[str, Any]) -> ManagedPod | None:
@@ -373,7 +367,7 @@ def _worker_pod(raw: Mapping[str, Any], identity: WorkerIdentity, key: Key) -> W
     return WorkerPod(key.namespace, view.uid, key, identity.job_uid, view)
 
 
-def _probe_pod(raw: Mapping[str, Any], store: Owner) -> ProbePod:
+def _command_view(raw: Mapping[str, Any], verb: StoreVerb) -> CommandView:
     meta, status = raw["metadata"], raw.get("status") or {}
     state = ((status.get("containerStatuses") or [{}])[0]).get("state") or {}
     waiting, ended = state.get("waiting") or {}, state.get("terminated")
@@ -386,12 +380,10 @@ def _probe_pod(raw: Mapping[str, Any], store: Owner) -> ProbePod:
         message = str(ended.get("message") or "")
     elif status.get("phase") in ("Failed", "Succeeded"):
         message = str(status.get("message") or "")
-    return ProbePod(
-        namespace=str(meta.get("namespace")),
+    return CommandView(
         name=str(meta["name"]),
         uid=str(meta["uid"]),
-        store=store.name,
-        store_uid=store.uid,
+        verb=verb,
         phase=str(status.get("phase") or "Pending"),
         terminating=meta.get("deletionTimestamp") is not None,
         waiting_reason=waiting.get("reason"),
