@@ -90,11 +90,11 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/plan-of-another-process-is-not-newer",
         kind=Kind.MISSING_CHECK,
-        file="sidecar/src/holdfast_sidecar/wire/relaying.py",
+        file="sidecar/src/holdfast_sidecar/wire/following.py",
         original='return plan.coordinator != "" and plan.version > version\n    return True',
         replacement="pass\n    return plan.version > version",
         loses="A coordinator that restarts counts from 1 again, and nobody takes its plans.",
-        tests=("tests/sidecar/wire/test_relaying.py",),
+        tests=("tests/sidecar/wire/test_following.py",),
     ),
     Mutant(
         name="coordinator/plan-has-one-level-for-a-step",

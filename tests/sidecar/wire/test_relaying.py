@@ -1,4 +1,4 @@
-"""A relay merges the reports of its group, and keeps the newest plan for it."""
+"""A relay merges the reports of its group."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.sidecar.waiting import until
 
 from holdfast_core.errors import RefusedError, StaleRoundError, UnavailableError
-from holdfast_core.ids import RestartRound, Step, Worker
-from holdfast_core.messages.schema import Ok, Plan, Refusal, WorkerReport, WorkerReports
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.messages.schema import Ok, Refusal, WorkerReport, WorkerReports
 from holdfast_sidecar.base.pod import CurrentRound
-from holdfast_sidecar.wire.relaying import PlanBoard, Relaying, is_newer
+from holdfast_sidecar.wire.relaying import Relaying
 
 ROUND = RestartRound(0)
 GANG = round_message(workers=6, coordinator=Worker(0), fan_in=3)
@@ -113,39 +111,3 @@ async def test_a_batch_that_is_large_goes_without_later_reports(
     for _ in range(3):
         coordinator.answers.release()
     await until(lambda: coordinator.received == [[3], [4], [5]], "a request for each")
-
-
-def plan(coordinator: str, version: int, **fields: Any) -> Plan:
-    return Plan(ROUND, coordinator=coordinator, version=version, **fields)
-
-
-plans = st.builds(plan, st.sampled_from(["", "a", "b"]), st.integers(0, 3))
-
-
-@given(plans, plans)
-def test_of_two_plans_of_a_process_at_most_one_is_newer(one: Plan, other: Plan) -> None:
-    forth = is_newer(one, other.coordinator, other.version)
-    back = is_newer(other, one.coordinator, one.version)
-    if one.coordinator == other.coordinator:
-        assert not (forth and back)
-    assert not is_newer(one, one.coordinator, one.version)
-    assert not (one.coordinator == "" and forth), "no plan is newer than none"
-
-
-async def test_a_worker_waits_until_there_is_a_plan_that_it_lacks() -> None:
-    board = PlanBoard(ROUND)
-    waiting = asyncio.create_task(board.newer(Worker(4), "", 0, 3600))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    board.publish(plan("a", 2, write=Step(1)))
-    assert (await waiting).write == 1
-    board.publish(plan("a", 1))
-    assert board.plan.version == 2, "one that was overtaken"
-    assert (await board.newer(Worker(4), "b", 7, 3600)).version == 2, "of another process"
-    assert (await board.newer(Worker(4), "a", 2, 0.0)).version == 2, "after the time-out"
-    assert board.is_known_to([Worker(4)])
-    assert not board.is_known_to([Worker(4), Worker(5)])
-    waiting = asyncio.create_task(board.newer(Worker(4), "a", 2, 3600))
-    await asyncio.sleep(0)
-    board.close()
-    await asyncio.wait_for(waiting, 60)

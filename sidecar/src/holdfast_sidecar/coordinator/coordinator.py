@@ -395,6 +395,12 @@ class CoordinatorRole:
             coordinator, self.coordinator = self.coordinator, None
             await coordinator.close()
 
+    async def plan(
+        self, worker: Worker, coordinator: str, since: int, timeout_seconds: float
+    ) -> Plan:
+        """See Coordinator.plan. Raises RefusedError (NOT_COORDINATOR)."""
+        return await self.require().plan(worker, coordinator, since, timeout_seconds)
+
     def require(self) -> Coordinator:
         """Return the Coordinator. Raises RefusedError (NOT_COORDINATOR) if there is none."""
         if self.coordinator is None:

@@ -18,7 +18,7 @@ from holdfast_sidecar.base.rounds import next_hop
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.coordinator.ledger import Ledger
 from holdfast_sidecar.coordinator.plan import plan
-from holdfast_sidecar.wire.relaying import PlanBoard
+from holdfast_sidecar.wire.following import PlanBoard
 from holdfast_sidecar.wire.verbs import STOP
 
 _LOOK_SECONDS = 0.5

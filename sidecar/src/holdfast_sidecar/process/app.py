@@ -24,7 +24,6 @@ from holdfast_core.tasks import Signal
 from holdfast_sidecar.base.settings import PORTS_FILE, Settings
 from holdfast_sidecar.base.telemetry import Failures, Metrics, Telemetry
 from holdfast_sidecar.coordinator.coordinator import CoordinatorRole
-from holdfast_sidecar.gang.follow import Follower
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang, RankNotices, Reporter, Sources
 from holdfast_sidecar.process.components import Components, Resources, open_resources
@@ -45,6 +44,7 @@ from holdfast_sidecar.upkeep.replace import Replacer
 from holdfast_sidecar.upkeep.scrub import Scrubber, Verifier
 from holdfast_sidecar.wire.bulk import BulkPeers, BulkServing, Members
 from holdfast_sidecar.wire.client import Peers
+from holdfast_sidecar.wire.following import Follower
 from holdfast_sidecar.wire.intake import Intake, LocalConnections
 from holdfast_sidecar.wire.relaying import Relaying
 from holdfast_sidecar.wire.server import ControlServer, PlainServer
@@ -88,9 +88,10 @@ class Sidecar:
         self._manifests = ManifestRequests(
             pod, tiers, saves, telemetry.failures, peers, lambda c: role.require().manifest(c)
         )
-        self._follower = Follower(
-            pod, peers, lambda *known: role.require().plan(*known), self._take
-        )
+        planned: Signal[[Plan]] = Signal()
+        planned.subscribe(self._manifests.take)
+        planned.subscribe(self._pruner.take)
+        self._follower = Follower(pod, peers, role.plan, planned)
         receivers = Receivers(
             self._manifests,
             self._incoming,
@@ -199,11 +200,6 @@ class Sidecar:
                 return False
             await clock.sleep(_IDLE_POLL_SECONDS)
         return True
-
-    def _take(self, plan: Plan) -> None:
-        """Carry the coordinator's plan out."""
-        self._manifests.take(plan)
-        self._pruner.take(plan)
 
     def _flushed(self) -> bool:
         """Return whether the pod may end.

@@ -63,7 +63,6 @@ from holdfast_sidecar.base.rounds import (
 from holdfast_sidecar.base.telemetry import Failures, Metrics
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.plan import missing
-from holdfast_sidecar.gang.follow import Follower
 from holdfast_sidecar.gang.state import RankNotices, Sources, gauges
 from holdfast_sidecar.process.components import Components
 from holdfast_sidecar.process.lifecycle import Lifecycle
@@ -76,6 +75,7 @@ from holdfast_sidecar.upkeep.prune import (
 )
 from holdfast_sidecar.upkeep.scrub import Verifier
 from holdfast_sidecar.wire.client import Peers, raise_refused
+from holdfast_sidecar.wire.following import Follower
 from holdfast_sidecar.wire.relaying import Relaying
 from holdfast_sidecar.wire.verbs import SAVE_NOW, STOP
 

@@ -1,4 +1,8 @@
-"""Keep up with the plan of the coordinator, and keep it for the group of which this worker is the relay."""
+"""The plan of the coordinator on its way to the workers, which wait for the next one (`GET /v1/plan`).
+
+Each worker keeps up with it. A relay also keeps it for its group (ADR 0016). Nothing is acknowledged: a
+worker always gets the whole plan, so it makes no difference what it has received before.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,72 @@ from dataclasses import replace
 
 from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import Worker
+from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import Plan, Round
-from holdfast_core.tasks import Tasks
+from holdfast_core.tasks import Signal, Tasks
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import relay_of
 from holdfast_sidecar.wire.client import Peers
-from holdfast_sidecar.wire.relaying import PlanBoard, is_newer
 
 _POLL_SECONDS = 20.0
 """Longest time for which a request waits for a newer plan."""
 _ANSWER_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
+
+
+class PlanBoard:
+    """The newest plan of a round, for which workers wait."""
+
+    def __init__(self, round_: RestartRound) -> None:
+        self.plan = Plan(round_)
+        self._changed = asyncio.Event()
+        self._known: dict[Worker, tuple[str, int]] = {}
+        """The plan that each worker has named as its last one."""
+        self._closed = False
+
+    def publish(self, plan: Plan) -> None:
+        """Replace the plan, unless the same process has made a newer one."""
+        if is_newer(plan, self.plan.coordinator, self.plan.version):
+            self.plan = plan
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+    async def newer(
+        self, worker: Worker, coordinator: str, since: int, timeout_seconds: float
+    ) -> Plan:
+        """Return the plan when it is newer than the one that a worker has, or after the time-out.
+
+        Args:
+            worker: The worker, which has received and passed on that one.
+            coordinator: `Plan.coordinator` of that one.
+            since: `Plan.version` of that one.
+            timeout_seconds: The time-out.
+        """
+        self._known[worker] = coordinator, since
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while not self._closed and not is_newer(self.plan, coordinator, since):
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+        return self.plan
+
+    def is_known_to(self, workers: Iterable[Worker]) -> bool:
+        """Return whether all these workers have the present plan."""
+        present = self.plan.coordinator, self.plan.version
+        return all(self._known.get(worker) == present for worker in workers)
+
+    def close(self) -> None:
+        """End all waits."""
+        self._closed = True
+        self._changed.set()
+
+
+def is_newer(plan: Plan, coordinator: str, version: int) -> bool:
+    """Return whether a plan is newer than one of this process and version. One of another process is."""
+    if plan.coordinator in ("", coordinator):
+        return plan.coordinator != "" and plan.version > version
+    return True
 
 
 class Follower:
@@ -30,19 +88,19 @@ class Follower:
         pod: Pod,
         peers: Peers,
         own_plan: Callable[[Worker, str, int, float], Awaitable[Plan]],
-        take: Callable[[Plan], None],
+        taken: Signal[[Plan]],
     ) -> None:
         """Create the task; `start` begins.
 
         Args:
             pod, peers: The pod, and where it gets the plan from.
             own_plan: Where the coordinator's worker gets it from. See PlanBoard.newer.
-            take: Carries a plan out. It is always a whole plan.
+            taken: Called with each plan that is to be carried out. It is always a whole plan.
         """
         self._pod = pod
         self._peers = peers
         self._own_plan = own_plan
-        self._take = take
+        self._taken = taken
         self._tasks = Tasks()
         self.board = PlanBoard(pod.state.round)
         """The plan of the present round, for the group of this worker."""
@@ -110,16 +168,16 @@ class Follower:
         board = self.board
         board.publish(plan)
         if not plan.released or worker == accepted.coordinator:
-            self._take(plan)
+            self._taken(plan)
             return
-        self._take(replace(plan, released=False))
+        self._taken(replace(plan, released=False))
         group = tuple(_group(accepted, worker))
         until = self._pod.clock.monotonic() + self._pod.settings.release_seconds
         while not board.is_known_to(group) and self._pod.clock.monotonic() < until:
+            await self._pod.clock.sleep(_LOOK_SECONDS)
             if self._pod.state.round != plan.round:
                 return
-            await self._pod.clock.sleep(_LOOK_SECONDS)
-        self._take(plan)
+        self._taken(plan)
 
 
 def _group(accepted: Round, worker: Worker) -> Iterable[Worker]:
