@@ -36,7 +36,6 @@ from holdfast_core.messages.schema import (
     ListedManifest,
     Ok,
     Prune,
-    PruneReply,
 )
 from holdfast_core.names import parse_pod_name
 from holdfast_core.net.tls import operator_dns_name, peer_dns_name
@@ -112,7 +111,7 @@ class LocalCluster:
     _tls: ssl.SSLContext | bool = True
     _manifests: Manifests = field(init=False)
     _calls: set[str] = field(default_factory=set)
-    _pruned: dict[Prune, PruneReply] = field(default_factory=dict)
+    _pruned: set[Prune] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -333,13 +332,12 @@ class LocalCluster:
 
     # ------------------------------------------------------------ effects on sidecars
 
-    def call(self, job: Gang, call: Call) -> PruneReply | None:
-        if isinstance(call.message, Prune):
-            landed = self._pruned.pop(call.message, None)
-            if landed is not None:
-                return landed
+    def call(self, job: Gang, call: Call) -> bool:
+        if isinstance(call.message, Prune) and call.message in self._pruned:
+            self._pruned.remove(call.message)
+            return True
         self._start(f"{call.path} {call.pod}", call.worker, call.pod_uid, self._send(call))
-        return None
+        return False
 
     async def _send(self, call: Call) -> None:
         message = call.message
@@ -349,9 +347,8 @@ class LocalCluster:
             await self._call(address, call.pod, call.path, message, Ok)
             return
         if isinstance(message, Prune):
-            self._pruned[message] = await self._call(
-                address, call.pod, call.path, message, PruneReply
-            )
+            await self._call(address, call.pod, call.path, message, Ok)
+            self._pruned.add(message)
             return
         sent = message.message if isinstance(message, OutgoingRound) else message
         found = await self._call(address, call.pod, call.path, sent, Inventory)

@@ -108,11 +108,14 @@ class ShardRef:
         return CheckpointId(self.step, self.round)
 
 
+_Position = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
 class ByteRange(NamedTuple):
     """Half-open byte range: start <= position < stop."""
 
-    start: int
-    stop: int
+    start: _Position
+    stop: _Position
 
     @property
     def length_bytes(self) -> int:

@@ -216,7 +216,7 @@ def _unbounded(found: Any) -> Iterator[Any]:
         case inspect.UnionType():
             for kind in found.types:
                 yield from _unbounded(kind)
-        case inspect.DataclassType():
+        case inspect.DataclassType() | inspect.NamedTupleType():
             for field in found.fields:
                 yield from _unbounded(field.type)
         case inspect.VarTupleType(max_length=int()):

@@ -40,7 +40,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange, ShardRef
-from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply, Refusal, Refused
+from holdfast_core.messages.schema import ReadObject, ReadReply, Refusal, Refused
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.node.tier import DiskNodeTier
@@ -93,7 +93,7 @@ def test_parts_of_the_payload(pair: Pair) -> None:
 def test_a_span_that_ends_before_it_begins_is_refused(pair: Pair) -> None:
     record = filled(pair.tier, 1000)
     with pair.peer().connected() as line:
-        send_message(line.sock, ReadObject(node_key(record.ref), ObjectRange(10, 5)))
+        send_message(line.sock, ReadObject(node_key(record.ref), ByteRange(10, 5)))
         reply = receive_message(line.sock, ReadReply)
         assert reply is not None and reply.refused is not None
         assert reply.refused.code is Refusal.BAD_REQUEST
@@ -348,7 +348,7 @@ def test_messages_keep_their_fields() -> None:
     left, right = socket.socketpair()
     with left, right:
         for message in (
-            ReadObject("a/b", ObjectRange(5, 1 << 50), plain=True, background=True),
+            ReadObject("a/b", ByteRange(5, 1 << 50), plain=True, background=True),
             ReadReply(1 << 50, plain=True),
             ReadReply(refused=refused),
         ):

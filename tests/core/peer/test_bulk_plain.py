@@ -14,8 +14,8 @@ from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import CorruptionError, RefusedError, UnavailableError
 from holdfast_core.format.keys import node_key
-from holdfast_core.ids import RestartRound
-from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply, Refusal, Refused
+from holdfast_core.ids import ByteRange, RestartRound
+from holdfast_core.messages.schema import ReadObject, ReadReply, Refusal, Refused
 from holdfast_core.net.tls import TlsFiles
 from holdfast_core.peer.protocol import receive_message, send_message
 
@@ -175,7 +175,7 @@ def test_a_request_in_the_clear_is_not_answered(pair: Pair) -> None:
     """After the bytes the server closes the connection, so an attacker who injects a request gets nothing."""
     key = node_key(filled(pair.tier, 1000).ref)
     with pair.peer().connected() as line:
-        send_message(line.sock, ReadObject(key, ObjectRange(4096, 5096), plain=True))
+        send_message(line.sock, ReadObject(key, ByteRange(4096, 5096), plain=True))
         reply = receive_message(line.sock, ReadReply)
         assert reply is not None and reply.plain
         line.leave()

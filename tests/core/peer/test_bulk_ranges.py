@@ -36,8 +36,9 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.format.keys import node_key
+from holdfast_core.ids import ByteRange
 from holdfast_core.messages.codec import MAX_INT
-from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply, Refusal
+from holdfast_core.messages.schema import ReadObject, ReadReply, Refusal
 from holdfast_core.net.tls import TlsFiles
 from holdfast_core.peer.protocol import receive_into, receive_message, send_message
 from holdfast_core.peer.store import PeerStore, copy_shard
@@ -140,7 +141,7 @@ def test_a_connection_reads_one_shard_after_the_other(pair: Pair) -> None:
     first, second = filled(pair.tier), filled(pair.tier, step=11)
     with pair.peer().connected() as line:
         for record in (first, second, first):
-            end = ObjectRange(trailer_offset(record.header), record.file_bytes)
+            end = ByteRange(trailer_offset(record.header), record.file_bytes)
             send_message(line.sock, ReadObject(node_key(record.ref), end))
             reply = receive_message(line.sock, ReadReply)
             assert reply is not None

@@ -12,7 +12,8 @@ from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import UnavailableError
 from holdfast_core.format.keys import node_key
-from holdfast_core.messages.schema import ObjectRange, ReadObject
+from holdfast_core.ids import ByteRange
+from holdfast_core.messages.schema import ReadObject
 from holdfast_core.net.tls import TlsFiles
 from holdfast_core.peer.protocol import send_message
 from holdfast_core.peer.server import BulkLimits
@@ -48,7 +49,7 @@ def test_a_reader_that_does_not_read_is_disconnected(
     for pair, record in serving(certificates, BulkLimits(requests=1, io_seconds=2)):
         pair.handler.plain = plain
         with connected(pair) as sock:
-            send_message(sock, ReadObject(node_key(record.ref), ObjectRange(0, SIZE), plain=plain))
+            send_message(sock, ReadObject(node_key(record.ref), ByteRange(0, SIZE), plain=plain))
             assert sock.recv(1)  # it is being served, and stops reading
             assert pair.copy(ScratchTier(), record.ref).record == record
 

@@ -16,7 +16,8 @@ from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.keys import node_key
-from holdfast_core.messages.schema import ObjectRange, ReadObject, Refusal
+from holdfast_core.ids import ByteRange
+from holdfast_core.messages.schema import ReadObject, Refusal
 from holdfast_core.net.listener import ConnectionLimits
 from holdfast_core.net.tls import TlsFiles, client_context
 from holdfast_core.peer.protocol import PIECE_BYTES, send_message
@@ -134,7 +135,7 @@ def test_a_member_that_reads_nothing_delays_no_other_member(
     for pair in started(certificates, ScratchTier(), limits, Reading()):
         record = filled(pair.tier)
         large = filled(pair.tier, 64 << 20, step=11)
-        request = ReadObject(node_key(large.ref), ObjectRange(0, large.file_bytes))
+        request = ReadObject(node_key(large.ref), ByteRange(0, large.file_bytes))
         with ExitStack() as stack:
             for _ in range(2):
                 line = stack.enter_context(pair.peer().connected())

@@ -20,7 +20,6 @@ from holdfast_core.messages.schema import (
     Ok,
     Policy,
     Prune,
-    PruneReply,
     Refusal,
     SaveRequested,
     Seal,
@@ -134,12 +133,9 @@ async def test_the_operator_deletes_from_the_store_but_never_the_newest(
         await gang.commit(4, Level.PERSISTED)
         second = (await gang.operator.state_until(0, persisted(4), "step 4")).last_persisted
         with pytest.raises(RefusedError) as refused:
-            await gang.operator.call(0, "/v1/prune", Prune(RestartRound(0), (second,)), PruneReply)
+            await gang.operator.call(0, "/v1/prune", Prune(RestartRound(0), (second,)), Ok)
         assert refused.value.code == Refusal.PROTECTED
-        reply = await gang.operator.call(
-            0, "/v1/prune", Prune(RestartRound(0), (first,)), PruneReply
-        )
-        assert reply.deleted == (first,)
+        await gang.operator.call(0, "/v1/prune", Prune(RestartRound(0), (first,)), Ok)
         tier = s3_tier(store["store"], minio.credentials)
         assert [c.step for c in tier.list_manifests("team-a", gang.operator.job_uid)] == [4]
         tier.close()

@@ -124,7 +124,7 @@ async def test_the_operator_cannot_delete_what_a_restore_needs_from_the_store(
     async with World(tmp_path, Members(), None, store, **fields) as world:
         request = Prune(ROUND, (point(20), point(step)))
         if not protected:
-            assert (await world.coordinator.prune(request)).deleted == request.checkpoints
+            await world.coordinator.prune(request)
             return
         with pytest.raises(RefusedError) as found:
             await world.coordinator.prune(request)

@@ -11,10 +11,10 @@ from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     Member,
     Policy,
-    Rendezvous,
     RestorePoint,
     Round,
     Run,
+    StoreAddress,
 )
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.gang.barrier import Facts, open_barrier
@@ -34,7 +34,7 @@ def facts(**fields: object) -> Facts:
     ready = Facts(
         state,
         restored=True,
-        store_address=Rendezvous(RestartRound(2), "10.0.0.1:29500", "secret"),
+        store_address=StoreAddress(RestartRound(2), 29500, "secret", "10.0.0.1"),
         launcher_connected=True,
         running_round=None,
         last_round=RestartRound(1),

@@ -14,7 +14,7 @@ from tests.support.servers.ports import free_port
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import JobUid, RestartRound, Worker, is_spare
-from holdfast_core.messages.schema import PruneReply, Round, Seal
+from holdfast_core.messages.schema import Round, Seal
 from holdfast_core.net.tls import operator_dns_name, peer_dns_name
 from holdfast_operator.model.actions import Call, CallPath, OutgoingRound
 from holdfast_operator.model.job import PodPhase, PodView, Reachable, SidecarView
@@ -119,7 +119,7 @@ class Bench:
             gang=frozenset(p.uid for p in pods if trains and not is_spare(p.worker)),
         )
 
-    def call(self, pod: PodView, path: CallPath, message: Any) -> PruneReply | None:
+    def call(self, pod: PodView, path: CallPath, message: Any) -> bool:
         """Request a call as a decision does."""
         return self.sidecars.call(UID, Call(path, pod.worker, pod.name, pod.uid, message))
 

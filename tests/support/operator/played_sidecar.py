@@ -26,7 +26,6 @@ from holdfast_core.messages.schema import (
     ListedShard,
     Ok,
     Prune,
-    PruneReply,
     Refusal,
     Refused,
     Round,
@@ -224,7 +223,7 @@ class PlayedSidecar:
     async def _prune(self, request: web.Request) -> web.Response:
         message = loads(Prune, await request.read())
         self.calls.append(("prune", message))
-        return _json(PruneReply(message.checkpoints))
+        return _json(Ok(message.round))
 
     async def _ask(self, request: web.Request) -> web.Response:
         try:

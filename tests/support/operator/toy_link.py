@@ -20,7 +20,6 @@ from holdfast_core.messages.schema import (
     FinishCommit,
     GangRequest,
     Prune,
-    PruneReply,
     Seal,
 )
 from holdfast_operator.model.actions import Call, CallPath, OutgoingRound
@@ -155,7 +154,7 @@ class ToyLink(Sidecars):
 
     # ------------------------------------------------------------------ what a pass asks for
 
-    def call(self, uid: JobUid, call: Call) -> PruneReply | None:
+    def call(self, uid: JobUid, call: Call) -> bool:
         match call.message:
             case GangRequest() as message:
                 self._request(uid, call, message)
@@ -166,7 +165,7 @@ class ToyLink(Sidecars):
                 sidecar = None if known is None else self._cluster.reachable(known.pod)
                 if known is not None and sidecar is not None:
                     self._deliver(known, sidecar, message)
-        return None
+        return False
 
     def _deliver(
         self, known: _Known, sidecar: ToySidecar, message: Seal | FinishCommit | OutgoingRound
@@ -205,16 +204,14 @@ class ToyLink(Sidecars):
         if call.path is CallPath.END:
             run.is_over = True
 
-    def _prune(self, uid: JobUid, call: Call, message: Prune) -> PruneReply | None:
+    def _prune(self, uid: JobUid, call: Call, message: Prune) -> bool:
         if self._named(uid, call.pod) is None:
-            return None
+            return False
         wanted = {(c.step, c.round) for c in message.checkpoints}
         stored = self._cluster.store.checkpoints
         for id_ in [i for i in stored if (i.step, i.round) in wanted]:
             del stored[id_]
-        if self.trouble.strikes(self.trouble.lost_reply):
-            return None
-        return PruneReply(message.checkpoints)
+        return not self.trouble.strikes(self.trouble.lost_reply)
 
     # ------------------------------------------------------------------ parts
 

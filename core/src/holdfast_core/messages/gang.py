@@ -5,12 +5,13 @@ The paths and statuses are those of `messages.operator`. ReadObject and ReadRepl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
 
 from holdfast_core.ids import (
+    ByteRange,
     Digest,
     JobUid,
     Rank,
@@ -55,20 +56,12 @@ class CopyReply:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectRange:
-    """The bytes from `start` to before `stop` of an object."""
-
-    start: Natural
-    stop: Natural
-
-
-@dataclass(frozen=True, slots=True)
 class ReadObject:
     """Request on the bulk port: send a range of an object, or only its length if no range is given."""
 
     key: Annotated[str, Meta(max_length=MAX_KEY)]
     """`format.keys.node_key` of a shard."""
-    range: ObjectRange | None = None
+    range: ByteRange | None = None
     plain: bool = False
     """The caller allows the bytes outside TLS."""
     background: bool = False
@@ -158,14 +151,3 @@ class Suspect:
     step_round: RestartRound
     rank: Rank
     blake3: Digest
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Reply of GET /v1/rendezvous?round=R&timeout=S on the store host's sidecar."""
-
-    round: RestartRound
-    address: Text
-    """host:port of the TCPStore. Empty after a time-out."""
-    secret: Text = field(default="", repr=False)
-    """See StoreAddress."""

@@ -337,15 +337,10 @@ class GangRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prune:
-    """POST /v1/prune, operator -> coordinator; reply PruneReply.
+    """POST /v1/prune, operator -> coordinator; reply Ok.
 
     Deletes these checkpoints from the object store, manifests first.
     """
 
     round: RestartRound
     checkpoints: Many[RestorePoint]
-
-
-@dataclass(frozen=True, slots=True)
-class PruneReply:
-    deleted: Many[RestorePoint]

@@ -291,14 +291,20 @@ class HostStore:
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Launcher -> sidecar, no reply: the TCPStore of this round listens on `port`."""
+    """Launcher -> sidecar, no reply: the TCPStore of this round listens on `port`.
+
+    Reply of GET /v1/rendezvous?round=R&timeout=S on the store host's sidecar: where it listens.
+    """
 
     round: RestartRound
     port: Natural
+    """0 after a time-out."""
     secret: Text = field(repr=False)
     """Secret of this round, made by the launcher that hosts the store. Ranks sign their entries with it,
     because the store itself has no authentication. It is sent only inside TLS and the pod's socket, and
     passed to processes only in their environment."""
+    host: Text = ""
+    """"" from the launcher."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,11 @@ from holdfast_core.messages.common import (
 from holdfast_core.messages.gang import (
     CopyReply,
     CopyRequest,
-    ObjectRange,
     PersistRequest,
     Plan,
     ReadObject,
     ReadReply,
     Reference,
-    Rendezvous,
     Suspect,
 )
 from holdfast_core.messages.operator import (
@@ -48,7 +46,6 @@ from holdfast_core.messages.operator import (
     ListedShard,
     Member,
     Prune,
-    PruneReply,
     RestoredFrom,
     Round,
     RoundTimes,

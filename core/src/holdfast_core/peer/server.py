@@ -32,7 +32,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange
-from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply
+from holdfast_core.messages.schema import ReadObject, ReadReply
 from holdfast_core.net.listener import ConnectionLimits, Connections
 from holdfast_core.peer.protocol import (
     PIECE_BYTES,
@@ -378,10 +378,10 @@ def _pieces(wanted: ByteRange) -> Iterator[ByteRange]:
     )
 
 
-def _checked(size_bytes: int, wanted: ObjectRange) -> ByteRange:
+def _checked(size_bytes: int, wanted: ByteRange) -> ByteRange:
     """Return the range to send. Raises FormatError if the object does not have it."""
     if not wanted.start <= wanted.stop <= size_bytes:
         raise FormatError(
             f"bulk: bytes [{wanted.start}, {wanted.stop}) of an object of {size_bytes}"
         )
-    return ByteRange(wanted.start, wanted.stop)
+    return wanted

@@ -31,7 +31,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange, ShardRef
-from holdfast_core.messages.schema import ObjectRange, ReadObject, ReadReply
+from holdfast_core.messages.schema import ReadObject, ReadReply
 from holdfast_core.pacing import MinimumRate
 from holdfast_core.peer.protocol import (
     PIECE_BYTES,
@@ -241,7 +241,7 @@ class PeerStore(Closing):
             stop = max(stop, min(wanted.start + _AHEAD_BYTES, payload.stop))
         request = ReadObject(
             key,
-            ObjectRange(wanted.start, stop),
+            ByteRange(wanted.start, stop),
             plain=self._may_leave and is_fresh and wanted.length_bytes >= _PLAIN_BYTES,
             background=self._peer.options.background,
         )

@@ -38,7 +38,6 @@ from holdfast_core.api import (
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
-from holdfast_core.messages.schema import Prune, PruneReply
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.api import ApiError, ConflictError, NameTakenError
 from holdfast_operator.kube.cluster import Cluster, Events
@@ -166,11 +165,11 @@ class Effects(Protocol):
         """Delete or release the object. Return normally if it is gone or has another uid."""
         ...
 
-    def call(self, job: Gang, call: Call) -> PruneReply | None:
+    def call(self, job: Gang, call: Call) -> bool:
         """Start a call to a sidecar, unless the same one is under way. Never raises.
 
         Returns:
-            The reply to a prune that has ended since, else None.
+            Whether the call is a prune that has succeeded since.
         """
         ...
 
@@ -348,11 +347,7 @@ def _data_is_gone(delete: Delete, observed: Observed, effects: Effects) -> bool:
     """Return whether the object may be deleted: it has no data to delete, or the store has confirmed it."""
     if delete.data is None:
         return True
-    reply = effects.call(observed.job, delete.data)
-    message = delete.data.message
-    wanted = message.checkpoints if isinstance(message, Prune) else ()
-    gone = {(d.step, d.round) for d in reply.deleted} if reply is not None else set()
-    return all((c.step, c.round) in gone for c in wanted)
+    return effects.call(observed.job, delete.data)
 
 
 async def _all(
@@ -645,7 +640,7 @@ class JobEffects:
 
     # ------------------------------------------------------------------ sidecars, Events
 
-    def call(self, job: Gang, call: Call) -> PruneReply | None:
+    def call(self, job: Gang, call: Call) -> bool:
         return self._sidecars.call(job.uid, call)
 
     async def _warn(self, job: Gang, reason: Reason, message: str) -> None:

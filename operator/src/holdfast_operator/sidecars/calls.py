@@ -24,7 +24,6 @@ from holdfast_core.messages.schema import (
     GangRequest,
     Inventory,
     Prune,
-    PruneReply,
     Refusal,
     Seal,
 )
@@ -205,11 +204,11 @@ class Sidecars:
 
     # ------------------------------------------------------------------ what a pass asks for
 
-    def call(self, uid: JobUid, call: Call) -> PruneReply | None:
+    def call(self, uid: JobUid, call: Call) -> bool:
         """Start a call of a decision, unless it is under way or the back-off of its pod has not ended.
 
         Returns:
-            The reply to an earlier prune of the same checkpoints, once.
+            Whether the call is a prune of checkpoints that an earlier one has deleted, once.
         """
         match call.message:
             case GangRequest() as message:
@@ -220,7 +219,7 @@ class Sidecars:
                 self._start(uid, call.pod_uid, _name(call.path), partial(self._change, call))
             case _:
                 assert_never(call.message)
-        return None
+        return False
 
     async def _change(self, call: Call, context: SSLContext, pod: PodCalls) -> None:
         """Send SEAL, FinishCommit or ROUND.
@@ -253,24 +252,23 @@ class Sidecars:
         job.requests.add(name)
         self._spawn(self._ask(job, call, message, name))
 
-    def _prune(self, uid: JobUid, call: Call, message: Prune) -> PruneReply | None:
-        """Return the reply of an earlier call for the same checkpoints once, or start a call."""
+    def _prune(self, uid: JobUid, call: Call, message: Prune) -> bool:
+        """Return once whether an earlier call has deleted the same checkpoints, or start a call."""
         job = self._jobs.get(uid)
         if job is None:
-            return None
-        landed = job.pruned.pop(message.checkpoints, None)
-        if landed is not None:
-            return landed
+            return False
+        if message.checkpoints in job.pruned:
+            job.pruned.remove(message.checkpoints)
+            return True
 
         async def prune(context: SSLContext, asked: PodCalls) -> None:
-            job.pruned[message.checkpoints] = await self._client.prune(
-                context, asked.target, message
-            )
+            await self._client.prune(context, asked.target, message)
+            job.pruned.add(message.checkpoints)
             self._answers.answered(asked)
 
         steps = ", ".join(f"step {c.step} of round {c.round}" for c in message.checkpoints)
         self._start(uid, call.pod_uid, f"prune {steps}", prune)
-        return None
+        return False
 
     # ------------------------------------------------------------------ calls
 

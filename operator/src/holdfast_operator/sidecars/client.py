@@ -40,7 +40,6 @@ from holdfast_core.messages.schema import (
     ListedManifest,
     Ok,
     Prune,
-    PruneReply,
     Refusal,
     Refused,
 )
@@ -140,8 +139,8 @@ class SidecarClient:
     ) -> Ok:
         return await self._call(context, target, path, Ok, message)
 
-    async def prune(self, context: ssl.SSLContext, target: Target, message: Prune) -> PruneReply:
-        return await self._call(context, target, CallPath.PRUNE, PruneReply, message, PRUNE_SECONDS)
+    async def prune(self, context: ssl.SSLContext, target: Target, message: Prune) -> Ok:
+        return await self._call(context, target, CallPath.PRUNE, Ok, message, PRUNE_SECONDS)
 
     async def inventory(self, context: ssl.SSLContext, target: Target) -> Inventory:
         return await self._call(context, target, "/v1/inventory", Inventory)

@@ -27,7 +27,6 @@ from holdfast_core.messages.schema import (
     CoordinatorState,
     Inventory,
     ListedManifest,
-    PruneReply,
     Refusal,
     RestorePoint,
 )
@@ -246,8 +245,8 @@ class JobCalls:
     """Longest wait of the poll for the pass that acts on its answer."""
     refused_seconds: float = 0.0
     """Longest wait of the poll for a ROUND after the sidecar has answered that it does not coordinate."""
-    pruned: dict[tuple[RestorePoint, ...], PruneReply] = field(default_factory=dict)
-    """Replies to prunes that no pass has read yet, by the checkpoints to delete."""
+    pruned: set[tuple[RestorePoint, ...]] = field(default_factory=set)
+    """Checkpoints that prunes have deleted and of which no pass has read it yet."""
     requests: set[str] = field(default_factory=set)
     """Names of the requests that are being sent."""
     polls: Allowance = field(default_factory=lambda: Allowance(POLL_BURST, POLL_SECONDS_EACH))

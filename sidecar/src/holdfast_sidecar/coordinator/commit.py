@@ -23,8 +23,8 @@ from holdfast_core import logs
 from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.ids import CheckpointId, Rank, Step, TierName, Worker, ranks_of
 from holdfast_core.messages.schema import (
+    Ok,
     Prune,
-    PruneReply,
     Refusal,
     RefusedShard,
     RestorePoint,
@@ -184,7 +184,7 @@ class Retention:
         self._older = {c for c in self._older if c.step not in gone}
         self._plans.prune(gone)
 
-    async def prune(self, message: Prune) -> PruneReply:
+    async def prune(self, message: Prune) -> Ok:
         """Delete checkpoints from the object store, each manifest before its other objects.
 
         Raises:
@@ -195,7 +195,6 @@ class Retention:
             raise RefusedError(Refusal.NOT_FOUND, "this job has no object store")
         for point in message.checkpoints:
             self._may_leave_store(point)
-        deleted: list[RestorePoint] = []
         for point in message.checkpoints:
             if point.step is None or point.round is None:
                 continue
@@ -205,8 +204,7 @@ class Retention:
                 point.job_uid or self._contract.job_uid,
                 CheckpointId(point.step, point.round),
             )
-            deleted.append(point)
-        return PruneReply(tuple(deleted))
+        return Ok(message.round)
 
     def _may_leave_store(self, point: RestorePoint) -> None:
         newest = self._uploads.last

@@ -24,7 +24,6 @@ from holdfast_core.messages.schema import (
     Ok,
     Plan,
     Prune,
-    PruneReply,
     Refusal,
     RefusedShard,
     RestorePoint,
@@ -237,7 +236,7 @@ class Coordinator:
             self._uploads.ask_after(max((s for s in known if s is not None), default=Step(-1)))
         return Ok(message.round)
 
-    async def prune(self, message: Prune) -> PruneReply:
+    async def prune(self, message: Prune) -> Ok:
         """See Retention.prune."""
         return await self._retention.prune(message)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast_core.ids import Rank, RestartRound
-from holdfast_core.messages.schema import Rendezvous, Run
+from holdfast_core.messages.schema import Run, StoreAddress
 from holdfast_sidecar.base.rounds import RoundState
 
 
@@ -16,7 +16,7 @@ class Facts:
     state: RoundState
     restored: bool
     """Whether all that this node must have of the restore point is here, or there is no restore point."""
-    store_address: Rendezvous | None
+    store_address: StoreAddress | None
     """Address of the round's TCPStore, if it is known."""
     launcher_connected: bool
     running_round: RestartRound | None
@@ -44,7 +44,6 @@ def open_barrier(facts: Facts) -> Run | str:
         return f"ranks of round {facts.running_round} still run"
     if facts.last_round is not None and facts.last_round >= state.round:
         return f"the launcher ran round {facts.last_round} already"
-    host, _, port = facts.store_address.address.rpartition(":")
     return Run(
         round=state.round,
         restore_point=accepted.restore_point,
@@ -52,8 +51,8 @@ def open_barrier(facts: Facts) -> Run | str:
         first_rank=Rank(state.own_ranks.start),
         procs_per_worker=state.procs_per_worker,
         group_rank=state.worker,
-        master_address=host,
-        master_port=int(port),
+        master_address=facts.store_address.host,
+        master_port=facts.store_address.port,
         store_secret=facts.store_address.secret,
         policy=accepted.policy,
     )

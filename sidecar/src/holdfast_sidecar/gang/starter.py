@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
@@ -17,7 +18,6 @@ from holdfast_core.messages.schema import (
     End,
     Hello,
     HostStore,
-    Rendezvous,
     Run,
     StoreAddress,
 )
@@ -52,7 +52,7 @@ class Starter:
         self._on_change = on_change
         self._tasks = Tasks()
         self._watch = Tasks()
-        self._store: Rendezvous | None = None
+        self._store: StoreAddress | None = None
         self._store_known = asyncio.Event()
         self._last_round: RestartRound | None = None
         self._ended = asyncio.Event()
@@ -197,28 +197,28 @@ class Starter:
             host = self._peers.endpoint(member).host
         except HoldfastError:
             host = self._pod.settings.contract.pod_ip
-        self._set_store(Rendezvous(message.round, f"{host}:{message.port}", message.secret))
+        self._set_store(replace(message, host=host))
 
     # ------------------------------------------------------------------ rendezvous
 
-    def _set_store(self, store: Rendezvous) -> None:
+    def _set_store(self, store: StoreAddress) -> None:
         if self._store == store:
             return
         self._store = store
         self._store_known.set()
         self.evaluate()
 
-    async def rendezvous(self, round_: RestartRound, timeout_seconds: float) -> Rendezvous:
+    async def rendezvous(self, round_: RestartRound, timeout_seconds: float) -> StoreAddress:
         """Return the store's address to another member, on the worker that hosts the store or on a relay.
 
-        Waits until the address is known. The address is "" if the time runs out or the round ends.
+        Waits until the address is known. The port is 0 if the time runs out or the round ends.
         """
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._store_known.wait()
         except TimeoutError:
-            return Rendezvous(round_, "")
-        return Rendezvous(round_, "") if self._store is None else self._store
+            pass
+        return self._store or StoreAddress(round_, 0, "")
 
     async def _ask_for_store(self, round_: RestartRound) -> None:
         """Poll the own relay, or the worker that hosts the store, until it returns the address."""
@@ -234,7 +234,7 @@ class Starter:
                 answer = await self._peers.get(
                     asked,
                     "/v1/rendezvous",
-                    Rendezvous,
+                    StoreAddress,
                     query={"round": str(round_), "timeout": str(int(_POLL_SECONDS))},
                     seconds=_POLL_SECONDS + 5,
                 )
@@ -244,7 +244,6 @@ class Starter:
                 await self._pod.clock.sleep(min(backoff.next_seconds(), 1.0))
                 continue
             backoff.reset()
-            _, _, port = answer.address.rpartition(":")
-            if answer.round == round_ and port.isdecimal() and answer.secret:
+            if answer.round == round_ and answer.port and answer.secret:
                 self._set_store(answer)
                 return

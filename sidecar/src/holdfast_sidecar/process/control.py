@@ -41,9 +41,9 @@ from holdfast_core.messages.schema import (
     Plan,
     Prune,
     Refusal,
-    Rendezvous,
     Round,
     Seal,
+    StoreAddress,
     Suspect,
     WorkerReports,
 )
@@ -441,7 +441,7 @@ class Control:
 
     async def rendezvous(
         self, caller: Caller, round_: RestartRound, timeout_seconds: float
-    ) -> Rendezvous:
+    ) -> StoreAddress:
         refused = refuse_rendezvous(self.state, caller, round_)
         if refused is not None:
             raise_refused(refused)

@@ -38,7 +38,7 @@ from holdfast_core.messages.schema import (
     Inventory,
     Plan,
     Refusal,
-    Rendezvous,
+    StoreAddress,
 )
 from holdfast_core.net.listener import ListenerLimits, Port, dns_names
 from holdfast_core.net.tls import operator_dns_name
@@ -186,7 +186,7 @@ class Handler(Protocol):
 
     async def rendezvous(
         self, caller: Caller, round_: RestartRound, timeout_seconds: float
-    ) -> Rendezvous: ...
+    ) -> StoreAddress: ...
 
     async def plan(
         self,
@@ -332,7 +332,7 @@ class ControlServer:
             min(float(_number(request, "quiet", 0)), _MAX_QUIET_SECONDS),
         )
 
-    async def _rendezvous(self, request: web.Request, caller: Caller) -> Rendezvous:
+    async def _rendezvous(self, request: web.Request, caller: Caller) -> StoreAddress:
         return await self._handler.rendezvous(
             caller, RestartRound(_number(request, "round", None)), _timeout(request)
         )

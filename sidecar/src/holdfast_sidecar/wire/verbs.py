@@ -13,7 +13,6 @@ from holdfast_core.messages.schema import (
     Inventory,
     Ok,
     Prune,
-    PruneReply,
     Round,
     Seal,
     Suspect,
@@ -48,7 +47,7 @@ POSTS: tuple[Route, ...] = (
     Route("/v1/copy", CopyRequest, CopyReply),
     Route("/v1/report", WorkerReports, Ok),
     Route("/v1/suspect", Suspect, Ok),
-    Route("/v1/prune", Prune, PruneReply),
+    Route("/v1/prune", Prune, Ok),
 )
 
 BY_PATH = {e.path: e for e in POSTS}
