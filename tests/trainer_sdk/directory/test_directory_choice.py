@@ -10,10 +10,11 @@ from typing import cast
 import pytest
 from tests.support.shards.builders import BytesSource, payload, rank_layout_and_plan
 
+import holdfast
 from holdfast.directory.choice import JOB_UID, ChosenCheckpoint, choose, load_choice
 from holdfast.directory.commit import Committer
 from holdfast.directory.folder_store import FolderStore
-from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
+from holdfast_core.errors import ConfigError, CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import layout_digests
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, ShardRef, Step
@@ -208,3 +209,19 @@ def test_a_choice_finds_the_checkpoint_that_replaces_the_only_one_of_the_store(
 
 def test_an_absent_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert choose(Reader(tmp_path / "absent", lambda: None)) is None
+
+
+@pytest.mark.fault("A folder is of a build before the first release")
+@pytest.mark.parametrize("old", ["prepared", "store/r000003"])
+@pytest.mark.parametrize("use", [holdfast.Checkpointer, holdfast.open], ids=["train", "open"])
+def test_a_folder_of_an_old_layout_is_refused_by_name(
+    tmp_path: Path, old: str, use: Callable[[Path], object]
+) -> None:
+    (tmp_path / old).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"{old}/ is of a build of Holdfast before its first"):
+        use(tmp_path)
+
+
+def test_a_directory_of_the_user_is_not_taken_for_an_old_layout(tmp_path: Path) -> None:
+    (tmp_path / "store/run-1").mkdir(parents=True)
+    holdfast.Checkpointer(tmp_path).close()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast_core.errors import (
+    ConfigError,
     CorruptionError,
     FormatError,
     HoldfastError,
@@ -52,6 +53,21 @@ _UNREADABLE_ATTEMPTS = 3
 _UNREADABLE_PAUSE_SECONDS = 2.0
 _SHOWN_REASONS = 5
 _CANNOT_BE_RESTORED = (NotFoundError, CorruptionError, FormatError)
+
+
+_OLD_NAMES = ("prepared", "store/r[0-9][0-9][0-9][0-9][0-9][0-9]")
+"""What builds before the first release wrote in a folder. It is not read any more, so a save that waits there
+would be lost without a word."""
+
+
+def refuse_old_layout(root: Path) -> None:
+    """Raise ConfigError for a folder that a build before the first release has written."""
+    for found in itertools.chain.from_iterable(map(root.glob, _OLD_NAMES)):
+        raise ConfigError(
+            f"{root}: {found.relative_to(root)}/ is of a build of Holdfast before its first release, "
+            "whose folders are not supported: use another folder, and export the checkpoints of this one "
+            "with the build that wrote them"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from holdfast.base.options import Folder, Options, folder_path, required_store
 from holdfast.base.settings import RankSettings
 from holdfast.connection.link import Link, OwnSocket
 from holdfast.connection.session import Session
-from holdfast.directory.choice import JOB_UID, committed, older_than
+from holdfast.directory.choice import JOB_UID, committed, older_than, refuse_old_layout
 from holdfast.directory.commit import delete_step
 from holdfast.directory.open_folder import UPLOAD_SECONDS, ServiceOptions, format_options
 from holdfast.directory.processes import (
@@ -128,7 +128,8 @@ class FolderPlace:
         settings: Environment of this rank.
 
     Raises:
-        ConfigError: The folder cannot be created, or `slots_dir` cannot be written.
+        ConfigError: The folder cannot be created or has an unsupported layout, or `slots_dir` cannot be
+            written.
     """
 
     def __init__(self, folder: Folder, options: Options, settings: RankSettings) -> None:
@@ -139,6 +140,7 @@ class FolderPlace:
             # If the folder exists, only the fsync of its parent failed, which is harmless.
             if not root.is_dir():
                 raise ConfigError(f"Folder({str(root)!r}): {error}") from error
+        refuse_old_layout(root)
         asked = options.interval_steps if options.timing is None else 0
         interval = _DEFAULT_INTERVAL_STEPS if asked is None else asked
         self._policy = Policy(interval, folder.slots, folder.keep_last, peer_copies=0)

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from holdfast.base.options import folder_path, required_store
 from holdfast.base.settings import current_environment
-from holdfast.directory.choice import JOB_UID
+from holdfast.directory.choice import JOB_UID, refuse_old_layout
 from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.source import CheckpointSource, FolderSource
 from holdfast_core.closing import Closing
@@ -148,6 +148,7 @@ def _source_of(path_or_url: str | os.PathLike[str]) -> CheckpointSource:
     root = folder_path(path_or_url)
     if not (root / "tier" / JOB_UID).is_dir() and any(_manifests_of_jobs(root)):
         return _store(required_store(f"file://{quote(str(root))}"))
+    refuse_old_layout(root)
     return FolderSource(root)
 
 
