@@ -120,11 +120,11 @@ OF_NODE = (
         name="node/shards-deleted-before-the-manifest",
         kind=Kind.SWAPPED_WRITES,
         file=f"{_NODE}tier.py",
-        original='                failpoint("node.before_tombstone")\n                path.unlink()',
+        original='                sys.audit("holdfast.node.before_tombstone")\n                path.unlink()',
         replacement=(
             "                for entry in self._index.of_checkpoint(job_uid, checkpoint):\n"
             "                    self.delete_shard(entry.record.ref)\n"
-            '                failpoint("node.before_tombstone")\n                path.unlink()'
+            '                sys.audit("holdfast.node.before_tombstone")\n                path.unlink()'
         ),
         loses="A kill during the deletion leaves a manifest whose shards are gone.",
         tests=_DELETION,
@@ -152,10 +152,10 @@ OF_NODE = (
         kind=Kind.DROPPED_FSYNC,
         file=f"{_NODE}files.py",
         original=(
-            '        self.path.rename(final)\n        failpoint("node.after_rename")\n'
+            '        self.path.rename(final)\n        sys.audit("holdfast.node.after_rename")\n'
             "        fsync_directory(self._directory)\n"
         ),
-        replacement='        self.path.rename(final)\n        failpoint("node.after_rename")\n',
+        replacement='        self.path.rename(final)\n        sys.audit("holdfast.node.after_rename")\n',
         loses="A power cut removes a shard that was acknowledged.",
         tests=_FILES,
     ),

@@ -20,14 +20,12 @@ every component is complete after its constructor, although the notifications fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, ParamSpec, TypeVar
 
 BACKGROUND_TASK = "holdfast background task"
 """Key of the failed task's name in the context of the loop's exception handler."""
-
-_SPAWNED_AT_ONCE = 64
 
 
 class Tasks:
@@ -44,13 +42,6 @@ class Tasks:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
-
-    async def spawn_all(self, works: Iterable[tuple[Coroutine[Any, Any, Any], str]]) -> None:
-        """Spawn many tasks, so that the event loop does other work in between. Spawn this as a task."""
-        for count, (work, name) in enumerate(works):
-            self.spawn(work, name)
-            if count % _SPAWNED_AT_ONCE == _SPAWNED_AT_ONCE - 1:
-                await asyncio.sleep(0)
 
     def soon(self, call: Callable[[], object], name: str) -> None:
         """Run `call` on the loop as a task, after the code that runs now has yielded."""

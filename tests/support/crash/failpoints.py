@@ -9,6 +9,9 @@ A rule is `name=panic|sleep:SECONDS|err[:ERRNO]|wait:PATH|raise:EXCEPTION[@n]`.
 - `raise` raises the built-in exception of that name.
 
 With `@n` the rule applies only to the n-th hit, counted from 1; without it, to every hit.
+
+A failpoint is an audit event of Python, `sys.audit("holdfast.node.after_rename")` for example. Without an
+audit hook such a call does nothing, and no module that ships installs one.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -26,7 +30,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from holdfast_core.errors import ConfigError
-from holdfast_core.failpoint import set_hook
 
 VARIABLE = "HOLDFAST_FAILPOINTS"
 _ROOT = Path(__file__).resolve().parents[3]
@@ -86,7 +89,7 @@ def install_from_env(env: Mapping[str, str]) -> Failpoints | None:
     if not text:
         return None
     points = Failpoints(parse_rules(text))
-    set_hook(points)
+    _HOOK.apply(points)
     return points
 
 
@@ -108,11 +111,34 @@ def in_every_python(directory: Path, text: str) -> dict[str, str]:
 def failpoints(text: str) -> Iterator[Failpoints]:
     """Apply the rules in this process within the `with` block."""
     points = Failpoints(parse_rules(text))
-    set_hook(points)
+    _HOOK.apply(points)
     try:
         yield points
     finally:
-        set_hook(None)
+        _HOOK.apply(None)
+
+
+_PREFIX = "holdfast."
+
+
+class _Hook:
+    """The audit hook of this process. Python never removes it, so it stays without rules."""
+
+    points: Failpoints | None = None
+    is_installed = False
+
+    def apply(self, points: Failpoints | None) -> None:
+        self.points = points
+        if not self.is_installed:
+            self.is_installed = True
+            sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, _: tuple[object, ...]) -> None:
+        if self.points is not None and event.startswith(_PREFIX):
+            self.points(event.removeprefix(_PREFIX))
+
+
+_HOOK = _Hook()
 
 
 def _rule(part: str) -> Rule:

@@ -25,6 +25,7 @@ import fcntl
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Set
@@ -40,7 +41,6 @@ from holdfast_core.errors import (
     StaleRoundError,
     TierError,
 )
-from holdfast_core.failpoint import failpoint
 from holdfast_core.format.canonical import (
     SEAL_BYTES,
     digest_of,
@@ -447,7 +447,7 @@ class UnusedLayouts:
             return 0
         for digest in layouts_in_use(self._root, self._buffers):
             marks.pop(self._root / layout_key(digest), None)
-        failpoint("node.layouts_scanned")
+        sys.audit("holdfast.node.layouts_scanned")
         freed = 0
         for path, found in marks.items():
             last, since = before.get(path, (None, now))
@@ -456,7 +456,7 @@ class UnusedLayouts:
                 continue
             with locked(self._root):
                 if _mark_of(path) == found:
-                    failpoint("node.before_layout_delete")
+                    sys.audit("holdfast.node.before_layout_delete")
                     freed += path.lstat().st_size
                     path.unlink()
         return freed

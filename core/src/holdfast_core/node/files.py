@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import stat
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,6 @@ from holdfast_core.errors import (
     UnavailableError,
     UnreadableError,
 )
-from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import ByteRange
 from holdfast_core.shards.file import BLOCK_BYTES, align
 
@@ -211,7 +211,7 @@ class TempFile:
     @classmethod
     def create(cls, directory: Path, directories: DurableDirectories) -> Self:
         """Create and lock a new file in `directory`. Raises OSError."""
-        failpoint("node.before_temp")
+        sys.audit("holdfast.node.before_temp")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
             path = directory / f"{TEMP_PREFIX}{os.getpid()}-{next(_temp_numbers)}"
@@ -227,7 +227,7 @@ class TempFile:
                 temp.discard()
                 raise
             temp._close()  # a scan removed the file between its open and its lock
-        failpoint("node.after_create")
+        sys.audit("holdfast.node.after_create")
         return temp
 
     @property
@@ -254,20 +254,20 @@ class TempFile:
 
     def sync(self) -> None:
         """Call fsync. Raises PoisonedError, after which the file must not be used."""
-        failpoint("node.before_fsync")
+        sys.audit("holdfast.node.before_fsync")
         try:
-            failpoint("node.fsync")
+            sys.audit("holdfast.node.fsync")
             os.fsync(self.fd)
         except OSError as error:
             raise PoisonedError(f"fsync of {self.path}: {error.strerror or error}") from error
-        failpoint("node.after_fsync")
+        sys.audit("holdfast.node.after_fsync")
 
     def publish(self, final: Path) -> None:
         """Rename the file to `final` in the same directory, and make the name durable."""
         self.path.rename(final)
-        failpoint("node.after_rename")
+        sys.audit("holdfast.node.after_rename")
         fsync_directory(self._directory)
-        failpoint("node.after_dirsync")
+        sys.audit("holdfast.node.after_dirsync")
         self._close()
 
     def publish_if_absent(self, final: Path) -> bool:
@@ -276,10 +276,10 @@ class TempFile:
             os.link(self.path, final)
         except FileExistsError:
             return False
-        failpoint("node.after_rename")
+        sys.audit("holdfast.node.after_rename")
         self.path.unlink()
         fsync_directory(self._directory)
-        failpoint("node.after_dirsync")
+        sys.audit("holdfast.node.after_dirsync")
         self._close()
         return True
 
@@ -342,7 +342,7 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
     After a short write that is not aligned, the rest goes through the page cache.
     """
-    failpoint("node.write")
+    sys.audit("holdfast.node.write")
     written = 0
     while written < len(data):
         if written % BLOCK_BYTES:
@@ -364,7 +364,7 @@ def read_at(fd: int, buffer: memoryview, offset: int) -> int:
 
     Raises OSError.
     """
-    failpoint("node.read")
+    sys.audit("holdfast.node.read")
     filled = 0
     while filled < len(buffer):
         if filled % BLOCK_BYTES and _is_direct(fd):

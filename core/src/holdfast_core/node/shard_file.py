@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -15,7 +16,6 @@ from typing import Self
 
 from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError
-from holdfast_core.failpoint import failpoint
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.node.files import (
@@ -159,7 +159,7 @@ def write_payload(
             block[length : align(length)] = bytes(align(length) - length)
             pipe.write(block[: align(length)], start + position)
             if position == 0:
-                failpoint("node.mid_write")
+                sys.audit("holdfast.node.mid_write")
         record, table = digester.finish()
     trailer = pack_trailer(header, record.blake3, table)
     _write_small(fd, trailer, trailer_offset(header), buffers)

@@ -8,6 +8,7 @@ shards and deleted before them. The module does not decide about rounds or about
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +25,6 @@ from holdfast_core.errors import (
     TierError,
     UnreadableError,
 )
-from holdfast_core.failpoint import failpoint
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.keys import (
     LAYOUTS,
@@ -366,15 +366,15 @@ class DiskNodeTier:
                 self.volume.quarantine(path, f"{path}: expected a file, found a directory")
             try:
                 size = path.lstat().st_size
-                failpoint("node.before_tombstone")
+                sys.audit("holdfast.node.before_tombstone")
                 path.unlink()
                 fsync_directory(path.parent)
                 self.volume.budget.add(-size)
             except FileNotFoundError:
                 pass  # an earlier delete may have been interrupted after the manifest
-            failpoint("node.after_tombstone")
+            sys.audit("holdfast.node.after_tombstone")
             for entry in self._index.of_checkpoint(job_uid, checkpoint):
-                failpoint("node.before_delete")
+                sys.audit("holdfast.node.before_delete")
                 self.delete_shard(entry.record.ref)
             if path.parent.is_dir():
                 self.volume.directories.remove_if_empty(path.parent)

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import CapacityError, FormatError, HoldfastError, RefusedError
-from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Rank, Step
 from holdfast_core.messages.schema import Refusal, SaveFailed, Stage
 from holdfast_core.pacing import BackgroundLimit
@@ -562,7 +562,7 @@ class Stager:
         owned.freed.set()
         if self._place.notes is not None:
             self._place.notes.remove(name)
-        failpoint("memory.before_free")
+        sys.audit("holdfast.memory.before_free")
         try:
             owned.slot.free()
         except HoldfastError as error:

@@ -95,7 +95,6 @@ class Sidecar:
         receivers = Receivers(
             self._manifests,
             self._incoming,
-            self._pruner,
             self._verifier,
             notices,
             Relaying(current, peers),

@@ -404,7 +404,6 @@ class Receivers:
 
     manifests: ManifestRequests
     copies: IncomingCopies
-    pruner: Pruner
     verifier: Verifier
     notices: RankNotices
     relaying: Relaying

@@ -50,6 +50,4 @@ POSTS: tuple[Route, ...] = (
     Route("/v1/prune", Prune, Ok),
 )
 
-BY_PATH = {e.path: e for e in POSTS}
-
 PATHS: dict[type[Any], str] = {e.request: e.path for e in POSTS if e.request is not GangRequest}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from holdfast.convert.torch_files import write_dcp, write_torch
 from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.opening import open_checkpoints
 from holdfast_core.errors import ConfigError
-from holdfast_core.failpoint import failpoint
 from holdfast_core.node.files import disk_errors, fsync_directory
 
 Format = Literal["hf", "dcp", "torch"]
@@ -111,7 +111,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
             for path in partial.rglob("*"):
                 _fsync(path)
             fsync_directory(partial)
-            failpoint("export.before_rename")
+            sys.audit("holdfast.export.before_rename")
             _expect_free(target)
             partial.rename(target)
             fsync_directory(target.parent)
@@ -127,7 +127,7 @@ def complete_file(target: Path) -> Iterator[Path]:
         yield path
         with disk_errors(f"making {path} durable"):
             _fsync(path)
-            failpoint("export.before_rename")
+            sys.audit("holdfast.export.before_rename")
             os.link(path, target)  # which fails if the target exists now
             fsync_directory(target.parent)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import numpy as np
 from holdfast.convert.selection import CASTS, Exported
 from holdfast.state.tensors import own_name, view_stored
 from holdfast_core.errors import ConfigError, CorruptionError, FormatError, UnsupportedStateError
-from holdfast_core.failpoint import failpoint
 from holdfast_core.format.canonical import (
     expect_ints,
     expect_map,
@@ -68,7 +68,7 @@ def write_model(
             _SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         )
         _write_file(folder / file, group)
-        failpoint("export.file_written")
+        sys.audit("holdfast.export.file_written")
         weight_map |= dict.fromkeys(group, file)
     if len(groups) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())

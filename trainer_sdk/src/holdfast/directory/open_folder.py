@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +44,6 @@ from holdfast_core.errors import (
     NotFoundError,
     UnavailableError,
 )
-from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.messages.schema import Policy
 from holdfast_core.node.files import disk_errors, fsync_directory, make_directories
@@ -67,7 +67,7 @@ def claim_round(directory: Path, at_least: RestartRound, run_id: str) -> Restart
         round_ = RestartRound(
             max(at_least, *(reserved + 1 for reserved in _reserved(directory)), 0)
         )
-        failpoint("directory.before_round")
+        sys.audit("holdfast.directory.before_round")
         if not _create(_path(directory, round_), run_id):
             continue
         fsync_directory(directory)

@@ -38,7 +38,6 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import RestartRound
 from holdfast_core.messages.common import refusal_of
 from holdfast_core.messages.schema import (
@@ -339,7 +338,7 @@ def main(argv: Sequence[str]) -> int:
         _refuse_hello(sock, error)
         return 1
     writing = None if options.writer is None else claim(options.writer)
-    failpoint("persister.started")
+    sys.audit("holdfast.persister.started")
     try:
         _serve(sock, service)
     except Exception:

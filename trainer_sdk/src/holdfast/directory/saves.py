@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future
@@ -31,7 +32,6 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, age_of
 from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
@@ -153,8 +153,8 @@ class PendingCommits:
 
     def _commit(self, checkpoint: CheckpointId) -> bool:
         """Commit the checkpoint if this process leads and it is complete. Return whether it is committed."""
-        failpoint("directory.slot_freed")
-        failpoint("directory.before_commit")
+        sys.audit("holdfast.directory.slot_freed")
+        sys.audit("holdfast.directory.before_commit")
         folder, committer = self._folder, self._folder.committer
         folder.expect_present()
         if folder.options.leads and committer.is_complete(checkpoint):
@@ -480,7 +480,7 @@ class FolderSaves:
         self._background.expect(
             bytes_each_step(header.payload_bytes, self._interval_steps(header), 0, None)
         )
-        failpoint("directory.write_shard")
+        sys.audit("holdfast.directory.write_shard")
         deleted = self._commits.deleted_for(checkpoint)
         record = folder.write(checkpoint, lambda: folder.tier.write_shard(header, slot), deleted)
         self._record(record, checkpoint)

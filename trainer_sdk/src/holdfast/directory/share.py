@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,6 @@ from holdfast_core.errors import (
     UnavailableError,
     UnreadableError,
 )
-from holdfast_core.failpoint import failpoint
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Rank, ShardRef
 from holdfast_core.messages.schema import PersistRequest, ReportedShard, ShardInfo
@@ -97,7 +97,7 @@ class ShareUploader:
         for rank in self._own(manifest):
             record = self._upload(manifest, rank, request, conditional_put)
             self._folder.committer.files(self._folder.round).write(record)
-            failpoint("uploads.share_recorded")
+            sys.audit("holdfast.uploads.share_recorded")
         self._done = request
 
     def manifest(self, checkpoint: CheckpointId) -> Manifest:
@@ -128,9 +128,9 @@ class ShareUploader:
         try:
             if self._folder.tier.look_up(ref) is None:
                 raise NotFoundError(f"the folder has lost the shard {ref}")
-            failpoint("uploads.before_shard")
+            sys.audit("holdfast.uploads.before_shard")
             stored = self._shard_uploader(tier).upload(ref, request)
-            failpoint("uploads.after_shard")
+            sys.audit("holdfast.uploads.after_shard")
         except AlreadyExistsError as error:
             failure = f"the store holds other bytes: {error}"
         except (NotFoundError, CorruptionError) as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +37,6 @@ from holdfast_core.errors import (
     NotFoundError,
     UnavailableError,
 )
-from holdfast_core.failpoint import failpoint
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.ids import CheckpointId, Level, age_of
 from holdfast_core.messages.schema import (
@@ -301,7 +301,7 @@ class FolderUploads:
                 return
             folder = self._folder
             self._store.take(folder.round, has_checkpoints=folder.has_checkpoints)
-            failpoint("uploads.taken")
+            sys.audit("holdfast.uploads.taken")
             remove_older(folder.committer.records_dir, folder.round)
             plan = self._plan_file.read() or FolderPlan()
             plan, left_out = plan.with_committed(self._missing())
@@ -360,7 +360,7 @@ class FolderUploads:
         stored = self._gathered(manifest)
         if stored is None:
             return _POLL_SECONDS
-        failpoint("uploads.before_commit")
+        sys.audit("holdfast.uploads.before_commit")
         self._store.expect_newest(self._folder.round)
         needs, bases = merged(stored)
         if not commit(tier, NAMESPACE, manifest, needs, bases):
@@ -369,7 +369,7 @@ class FolderUploads:
             )
             self._write(replace(self._plan, queue=self._plan.queue.requested_whole()))
             return 0.0
-        failpoint("uploads.after_commit")
+        sys.audit("holdfast.uploads.after_commit")
         self._write(self._plan.persisted(checkpoint))
         self._retain()
         return 0.0
@@ -416,7 +416,7 @@ class FolderUploads:
         }
         tier = self._shares.tier(self._plan.conditional_put)
         for checkpoint in superseded(stored, Level.PERSISTED, self._keep_last, needed):
-            failpoint("uploads.before_delete")
+            sys.audit("holdfast.uploads.before_delete")
             tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
 
     def _sweep(self) -> None:
