@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 16250,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
-    "operator": 12410,
-    "sidecar": 8460,
-    "trainer_sdk": 16950,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
+    "core": 16220,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
+    "operator": 12400,
+    "sidecar": 8450,
+    "trainer_sdk": 16960,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
     "cli": 890,
 }
 """Most lines of code of each package."""
