@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
 
 PREFIX = "HOLDFAST_"
 
@@ -141,6 +141,50 @@ class DrillContract:
                     f"HOLDFAST_DRILL: {name} is {value!r}, expected {expected.__name__}"
                 )
         return contract
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteContract:
+    """Which checkpoints of a job are deleted in the store, passed as JSON in one variable."""
+
+    namespace: str
+    """Namespace of the job, as in the keys of the objects."""
+    job_uid: JobUid
+    checkpoints: tuple[CheckpointId, ...] = ()
+    """Checkpoints that are deleted. Absent ones are ignored."""
+    keep: tuple[CheckpointId, ...] | None = None
+    """If given, all other checkpoints of the job that have a manifest are deleted, too."""
+    ended: bool = False
+    """No process of the job writes any more: objects that no checkpoint needs are deleted as well."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the variable. Raises ConfigError."""
+        try:
+            data = json.loads(text)
+            namespace, uid = data.pop("namespace"), data.pop("job_uid")
+            listed, keep, ended = data.pop("checkpoints"), data.pop("keep"), data.pop("ended")
+            if (
+                data
+                or not all(isinstance(v, str) for v in (namespace, uid))
+                or type(ended) is not bool
+            ):
+                raise ValueError(f"found {text[:200]}")
+            kept = None if keep is None else tuple(map(_checkpoint_id, keep))
+            return cls(namespace, JobUid(uid), tuple(map(_checkpoint_id, listed)), kept, ended)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"HOLDFAST_DELETE is not valid: {error}") from error
+
+
+def _checkpoint_id(data: Mapping[str, object]) -> CheckpointId:
+    """Parse step and round. A wrong one would delete another checkpoint."""
+    step, round_ = data["step"], data["round"]
+    if type(step) is not int or type(round_) is not int or len(data) != 2:
+        raise ValueError(f"expected step and round, found {data}")
+    return CheckpointId(Step(step), RestartRound(round_))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ holdfast-sidecar healthz      wait until the pod's socket accepts connections (s
 holdfast-sidecar pre-stop     wait for a limited time until everything handed over is safe (preStop)
 holdfast-sidecar probe-store  probe the object store and write the report for the kubelet
 holdfast-sidecar drill        read a whole stored checkpoint and write the report for the kubelet
+holdfast-sidecar delete       delete checkpoints of a job in the store and write the report for the kubelet
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
 from holdfast_sidecar.base.settings import (
     Settings,
+    delete_environment,
     drill_environment,
     node_dir,
     shared_dir,
@@ -66,6 +68,12 @@ def _drill() -> int:
     return drill_store(*store_environment(), drill_environment(), termination_log())
 
 
+def _delete() -> int:
+    from holdfast_sidecar.process.store_delete import delete_in_store
+
+    return delete_in_store(*store_environment(), delete_environment(), termination_log())
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code. 2 means a HoldfastError, whose text is on stderr."""
     parser = argparse.ArgumentParser(prog="holdfast-sidecar")
@@ -73,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         "command",
         nargs="?",
         default="serve",
-        choices=("serve", "healthz", "pre-stop", "probe-store", "drill"),
+        choices=("serve", "healthz", "pre-stop", "probe-store", "drill", "delete"),
     )
     parser.add_argument(
         "--timeout",
@@ -92,6 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return _probe_store()
             case "drill":
                 return _drill()
+            case "delete":
+                return _delete()
             case _:
                 return _serve()
     except HoldfastError as error:

@@ -129,6 +129,11 @@ def drill_environment() -> str:
     return os.environ.get("HOLDFAST_DRILL", "")
 
 
+def delete_environment() -> str:
+    """Return the DeleteContract as JSON, for a pod that only deletes checkpoints."""
+    return os.environ.get("HOLDFAST_DELETE", "")
+
+
 def store_environment() -> tuple[str, str]:
     """Return the StoreConfig as JSON and the folder of the keys, for a pod that only uses a store."""
     return os.environ.get("HOLDFAST_STORE", ""), os.environ.get("HOLDFAST_STORE_DIR", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import FileCredentials
 from holdfast_core.store.s3.store import S3ObjectStore
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.process.termination import write_report
-
-_MESSAGE_CHARACTERS = 2000
+from holdfast_sidecar.process.termination import write_failure, write_report
 
 
 def drill_store(store: str, store_dir: str, request: str, report_path: Path) -> int:
@@ -35,21 +32,24 @@ def drill_store(store: str, store_dir: str, request: str, report_path: Path) -> 
     try:
         text, status = _drilled(store, store_dir, DrillContract.from_json(request))
     except HoldfastError as error:
-        message = str(error).encode("ascii", "replace").decode()[:_MESSAGE_CHARACTERS]
-        text = json.dumps({"error": type(error).__name__, "message": message})
-        status = DrillExit.NOT_READ
+        write_failure(error, report_path)
+        return DrillExit.NOT_READ
     return status if write_report(text, report_path) else DrillExit.NOT_READ
 
 
 def _drilled(store: str, store_dir: str, wanted: DrillContract) -> tuple[str, DrillExit]:
     """Return the report of a drill and the exit code. Raises HoldfastError."""
-    config = StoreConfig.from_json(store)
-    credentials = FileCredentials(store_dir)
-    client = S3Client(config, credentials, ca_file=credentials.ca_file)
-    tier = ObjectTier(S3ObjectStore(client), config.prefix, readers=config.max_concurrency)
-    with closing(tier):
+    with closing(open_tier(store, store_dir)) as tier:
         job = StoredJob(tier, wanted.namespace, wanted.job_uid)
         checkpoint = newest_of(job, wanted.step, wanted.round)
         digest = None if wanted.manifest is None else Digest(wanted.manifest)
         report = drill(job, DrillRequest(wanted.job_uid, checkpoint, digest, wanted.world_size))
     return report.to_json(), report.exit_code
+
+
+def open_tier(store: str, store_dir: str) -> ObjectTier:
+    """Open a store with the keys that the pod mounts. The caller closes it. Raises HoldfastError."""
+    config = StoreConfig.from_json(store)
+    credentials = FileCredentials(store_dir)
+    client = S3Client(config, credentials, ca_file=credentials.ca_file)
+    return ObjectTier(S3ObjectStore(client), config.prefix, readers=config.max_concurrency)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+
+from holdfast_core.errors import HoldfastError
+
+_MESSAGE_CHARACTERS = 2000
+"""The kubelet keeps 4 KiB of a report."""
 
 
 def write_report(text: str, path: Path) -> bool:
@@ -20,3 +26,9 @@ def write_report(text: str, path: Path) -> bool:
         sys.stderr.write(f"writing the report to {path}: {error}\n")
         return False
     return True
+
+
+def write_failure(error: HoldfastError, path: Path) -> bool:
+    """Write the report of a command that failed, as `write_report` does."""
+    message = str(error).encode("ascii", "replace").decode()[:_MESSAGE_CHARACTERS]
+    return write_report(json.dumps({"error": type(error).__name__, "message": message}), path)
