@@ -210,7 +210,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "delete with the job": (
         ckpt(retention={"whenDeleted": "Delete"}),
-        ["spec.checkpoint.retention.whenDeleted: Unsupported value", '"Retain"'],
+        [
+            "spec.checkpoint.retention.whenDeleted: Unsupported value",
+            '"Retain", "DeleteData", "KeepLast"',
+        ],
+    ),
+    "delete with the job, without a store": (
+        ckpt(retention={"whenDeleted": "DeleteData"}),
+        ["spec.checkpoint.retention:", "the job has none: set checkpoint.object"],
     ),
     "restoreFrom names nothing": (
         job_object(restoreFrom={}),

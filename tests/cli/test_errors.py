@@ -243,11 +243,11 @@ def test_a_save_that_expires_says_why(server: ApiServer, config: Path) -> None:
     server.refuse(404, "not found")
     server.answers["POST"] = 201, json.dumps({"kind": "Checkpoint"})
     committed = {"type": "Committed", "message": "the job ended before this was saved"}
-    status = {"phase": "Expired", "conditions": [committed]}
+    status = {"phase": "Failed", "conditions": [committed]}
     server.answers["/checkpoints/mine"] = 200, json.dumps({"status": status})
     ended = run(config, "save", "gpt", "--wait", "--name", "mine")
     assert ended.returncode == 1
-    assert "mine expired: the job ended before this was saved" in ended.stderr
+    assert "mine failed: the job ended before this was saved" in ended.stderr
 
 
 @pytest.mark.parametrize("pin", [False, True])

@@ -240,9 +240,9 @@ def _save(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
         if phase == "Committed":
             print(f"checkpoint {name} committed")
             return
-        if phase == "Expired":
+        if phase == "Failed":
             why = next((c["message"] for c in status["conditions"] if c["type"] == "Committed"), "")
-            raise ClusterError(f"checkpoint {name} expired: {why}")
+            raise ClusterError(f"checkpoint {name} failed: {why}")
         time.sleep(0.5)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from datetime import datetime
 
 from holdfast_core.api import Checkpoint, CheckpointPhase, Gang, JobCondition, on_lineage
-from holdfast_core.ids import CheckpointId, JobUid, Level
+from holdfast_core.ids import CheckpointId, JobUid, Level, age_of
 from holdfast_core.retention import (
     Committed,
     RetentionPlan,
@@ -28,6 +28,12 @@ def is_stored(checkpoint: Checkpoint) -> bool:
     """Return whether the object store has the checkpoint, and no deletion of it has begun."""
     committed = checkpoint.status.phase is CheckpointPhase.COMMITTED
     return committed and checkpoint.persisted and not checkpoint.deleting
+
+
+def newest_record(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+    """Return the newest Checkpoint that records a commit. Its status has the job's present whenDeleted."""
+    records = [(age_of(id_), c.name, c) for c in checkpoints if (id_ := c.id) is not None]
+    return max(records, key=lambda r: r[:2])[2] if records else None
 
 
 def needs_source(gang: Gang) -> bool:

@@ -19,7 +19,7 @@ def true_conditions(status: CheckpointStatus) -> set[str]:
     ("phase", "persisted", "pinned", "expected"),
     [
         pytest.param(CheckpointPhase.IN_PROGRESS, False, False, set(), id="a save in progress"),
-        pytest.param(CheckpointPhase.EXPIRED, False, True, {"Pinned"}, id="an expired request"),
+        pytest.param(CheckpointPhase.FAILED, False, True, {"Pinned"}, id="a request that failed"),
         pytest.param(
             CheckpointPhase.COMMITTED,
             True,
@@ -31,7 +31,7 @@ def true_conditions(status: CheckpointStatus) -> set[str]:
             CheckpointPhase.COMMITTED,
             False,
             False,
-            {"Committed", "Replicated"},
+            {"Committed", "Replicated", "Restorable"},
             id="not in an object store",
         ),
         pytest.param(

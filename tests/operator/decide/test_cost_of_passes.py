@@ -69,7 +69,7 @@ def of_former_job(number: int, **changes: Any) -> Checkpoint:
 CHECKPOINTS: dict[str, Callable[[int], Checkpoint]] = {
     "requests": lambda n: named(request(), n),
     "requests in progress": lambda n: named(request(phase="InProgress"), n),
-    "expired requests": lambda n: named(request(phase="Expired"), n),
+    "failed requests": lambda n: named(request(phase="Failed"), n),
     "records": lambda n: named(checkpoint(n, 2), n),
     "records of an earlier round": lambda n: named(checkpoint(n, 1), n),
     "records of the same step": lambda n: named(checkpoint(40, 2), n),
@@ -195,13 +195,13 @@ def requests(number: int) -> tuple[Checkpoint, ...]:
 
 
 @pytest.mark.fault("A tenant creates thousands of Checkpoints of one job")
-def test_sixteen_requests_are_open_and_the_newer_ones_expire() -> None:
+def test_sixteen_requests_are_open_and_the_newer_ones_fail() -> None:
     decision = decide(training(requests(20)), now())
     updates = {a.name: status_of(a) for a in of_kind(decision.actions, "change Checkpoint")}
     phases = {name: update.phase for name, update in updates.items()}
     assert phases == {
         **{f"object-{n:05}": "InProgress" for n in range(16)},
-        **{f"object-{n:05}": "Expired" for n in range(16, 20)},
+        **{f"object-{n:05}": "Failed" for n in range(16, 20)},
     }
     refused = updates["object-00016"].condition("Committed")
     assert refused is not None and refused.reason == "TooManyRequests"
@@ -211,12 +211,12 @@ def test_sixteen_requests_are_open_and_the_newer_ones_expire() -> None:
 def test_a_request_that_is_in_progress_stays_open_beside_older_ones() -> None:
     known = named(request(phase="InProgress"), 100)
     decision = decide(training((*requests(16), known)), now())
-    expired = [
+    failed = [
         a.name
         for a in of_kind(decision.actions, "change Checkpoint")
-        if status_of(a).phase == "Expired"
+        if status_of(a).phase == "Failed"
     ]
-    assert expired == ["object-00015"]
+    assert failed == ["object-00015"]
 
 
 def test_a_pass_writes_a_limited_number_of_checkpoints() -> None:

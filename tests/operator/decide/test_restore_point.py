@@ -269,7 +269,7 @@ def test_an_older_checkpoint_object_is_better_than_waiting() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"phase": "Expired"},
+        {"phase": "Failed"},
         {"phase": "Deleting"},
         {"deleting": True},
         {"persisted": False},

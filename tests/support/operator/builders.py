@@ -409,7 +409,15 @@ def checkpoint(
             "manifest": None if step is None else manifest_digest(step, round_ or 0),
             "job_uid": UID,
             "world_size": 2,
-            "conditions": (condition(CheckpointCondition.PERSISTED, persisted, "R"),),
+            "store": "main",
+            "when_deleted": "Retain",
+            "conditions": (
+                condition(CheckpointCondition.COMMITTED, True, "Committed"),
+                condition(CheckpointCondition.REPLICATED, True, "Committed"),
+                condition(CheckpointCondition.PERSISTED, persisted, "Persisted"),
+                condition(CheckpointCondition.RESTORABLE, True, "Persisted"),
+                condition(CheckpointCondition.PINNED, pin, "R"),
+            ),
             **changes,
         }
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_serializer, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_serializer, field_validator
 
 from holdfast_core.api.base import (
     ApiModel,
@@ -19,6 +19,7 @@ from holdfast_core.api.base import (
     Timestamp,
     WithConditions,
 )
+from holdfast_core.api.checkpoint_policy import WhenDeleted
 from holdfast_core.api.rules import cel_rules, remedy, rule, size_text
 from holdfast_core.api.training_job_status import DigestField, RoundField
 from holdfast_core.ids import CheckpointId, JobUid, Step
@@ -40,8 +41,9 @@ class CheckpointPhase(StrEnum):
     REQUESTED = "Requested"
     IN_PROGRESS = "InProgress"
     COMMITTED = "Committed"
-    EXPIRED = "Expired"
     DELETING = "Deleting"
+    FAILED = "Failed"
+    """A request to save that will not be fulfilled. Condition Committed=False has the reason."""
 
 
 class CheckpointCondition(StrEnum):
@@ -83,7 +85,7 @@ class CheckpointSpec(ApiModel):
             ge=0,
             description=(
                 "Optimizer step. Absent: save now; the operator then sets it to the saved step. "
-                "At most 16 such requests of a job are open, and further ones expire."
+                "At most 16 such requests of a job are open, and further ones fail."
             ),
             json_schema_extra=remedy("omit it to save now"),
         ),
@@ -95,7 +97,8 @@ class CheckpointSpec(ApiModel):
         DeletionPolicy,
         Field(
             description="When this object is deleted: Retain keeps the data in the object store, "
-            "DeleteData removes manifest and shards."
+            "DeleteData removes manifest and shards, whatever the state of the job. Chunks that other "
+            "checkpoints need stay, and the data of a pinned checkpoint does."
         ),
     ] = DeletionPolicy.RETAIN
 
@@ -117,11 +120,35 @@ class CheckpointStatus(WithConditions):
     job_namespace: Annotated[
         str | None, Field(max_length=63, description="Namespace of that job, as in object keys.")
     ] = None
+    store: Annotated[
+        str | None,
+        Field(
+            max_length=253, description="CheckpointStore that has the data, in the same namespace."
+        ),
+    ] = None
+    when_deleted: Annotated[
+        WhenDeleted | None,
+        Field(
+            description="retention.whenDeleted of the job when it was recorded. That of the newest "
+            "Checkpoint of a job follows each change, and counts once the job is gone."
+        ),
+    ] = None
     bytes: Annotated[int | None, Field(ge=0, description="Size of all shards, bytes.")] = None
     size: Annotated[
         str,
         Field(max_length=16, description="The same with a unit, computed, for the SIZE column."),
     ] = ""
+    tiers: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=3,
+            description="Number of tiers to which the step was committed, computed, for the TIERS column: "
+            "1 for the nodes that saved it, 1 for copies on other nodes, 1 for the object store. What the "
+            "nodes keep of it goes with their pods and by retention.keepLast; condition Restorable says "
+            "whether it can be restored now.",
+        ),
+    ] = 0
     world_size: Annotated[int | None, Field(ge=1, description="Number of ranks that saved it.")] = (
         None
     )
@@ -141,14 +168,19 @@ class CheckpointStatus(WithConditions):
         int | None, Field(ge=0, description="metadata.generation that this status describes.")
     ] = None
 
-    @field_validator("size", mode="before")
+    @field_validator("size", "tiers", mode="before")
     @classmethod
-    def _never_read_back(cls, _: Any) -> str:
-        return ""
+    def _never_read_back(cls, _: Any, info: ValidationInfo) -> Any:
+        return "" if info.field_name == "size" else 0
 
     @field_serializer("size")
     def _size(self, _: str) -> str:
         return size_text(self.bytes)
+
+    @field_serializer("tiers")
+    def _tiers(self, _: int) -> int:
+        kinds = CheckpointCondition
+        return sum(map(self.is_true, (kinds.COMMITTED, kinds.REPLICATED, kinds.PERSISTED)))
 
 
 class Checkpoint(ApiObject):

@@ -37,7 +37,11 @@ class Compression(StrEnum):
 
 
 class WhenDeleted(StrEnum):
+    """What becomes of the uploaded checkpoints when their job is deleted."""
+
     RETAIN = "Retain"
+    DELETE_DATA = "DeleteData"
+    KEEP_LAST = "KeepLast"
 
 
 def _steps_field(what: str) -> Any:
@@ -471,8 +475,10 @@ class RetentionSpec(ApiModel):
     when_deleted: Annotated[
         WhenDeleted,
         Field(
-            description="What happens to uploaded checkpoints when the job is deleted. Retain: all of them "
-            "stay, with their Checkpoint objects."
+            description="What happens to the job's data in the object store when the job is deleted. Retain: "
+            "all of it stays, with the Checkpoint objects. DeleteData: all of it is deleted, with the "
+            "objects. KeepLast: all but the newest checkpoint is deleted. A checkpoint that is pinned, or "
+            "from which another job starts, stays as long as that is so."
         ),
     ] = WhenDeleted.RETAIN
 
@@ -522,10 +528,12 @@ class CheckpointPolicySpec(ApiModel):
                 "has(self.object) || !has(self.retention) || !(has(self.retention.keepEvery) ||"
                 " has(self.retention.keepFor) || has(self.retention.keepBest) ||"
                 " (has(self.retention.hourly) && self.retention.hourly > 0) ||"
-                " (has(self.retention.daily) && self.retention.daily > 0))",
+                " (has(self.retention.daily) && self.retention.daily > 0) ||"
+                " (has(self.retention.whenDeleted) && self.retention.whenDeleted != 'Retain'))",
                 message=(
-                    "checkpoint.retention has rules for the object store (keepEvery, keepFor, hourly, daily "
-                    "or keepBest), but the job has none: set checkpoint.object, or keep only keepLast"
+                    "checkpoint.retention has rules for the object store (keepEvery, keepFor, hourly, daily, "
+                    "keepBest or whenDeleted), but the job has none: set checkpoint.object, or keep only "
+                    "keepLast"
                 ),
                 field_path=".retention",
             ),

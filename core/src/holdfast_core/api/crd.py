@@ -228,10 +228,22 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
         _column("Step", "integer", ".spec.step", "Optimizer step."),
         _column("Phase", "string", ".status.phase", "Summary of the conditions."),
         _column(
+            "Tiers",
+            "integer",
+            ".status.tiers",
+            "Tiers to which it was committed: nodes, copies on other nodes, object store.",
+        ),
+        _column(
             "Persisted",
             "string",
             '.status.conditions[?(@.type=="Persisted")].status',
             "Whether all shards and the manifest are in the object store.",
+        ),
+        _column(
+            "Restorable",
+            "string",
+            '.status.conditions[?(@.type=="Restorable")].status',
+            "Whether the job could restore it now.",
         ),
         _column("Size", "string", ".status.size", "Size of all shards."),
         _column(

@@ -6,7 +6,7 @@
    After the end of the job it is created before the commit, and only once.
 3. A request to save is a Checkpoint without a step. It is sent to the coordinator, and becomes the record of
    the first commit above the steps that were finished when it was sent. Requests between which no step was
-   finished share one save. At most MAX_OPEN_REQUESTS of a job are open, and further ones expire.
+   finished share one save. At most MAX_OPEN_REQUESTS of a job are open, and further ones fail.
 4. Retention sets phase Deleting, then orders the delete in the store, then deletes the object. What is kept
    and needed says `holdfast_core.store_retention`. It waits for the first replicated commit of the round.
 """
@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 from holdfast_core.api import (
     MAX_CHECKPOINT_METRICS,
@@ -21,7 +22,9 @@ from holdfast_core.api import (
     CheckpointCondition,
     CheckpointPhase,
     CheckpointStatus,
+    ConditionStatus,
     DeletionPolicy,
+    JobCondition,
     PersistedStep,
     changed,
     on_lineage,
@@ -31,8 +34,17 @@ from holdfast_core.ids import CheckpointId
 from holdfast_core.messages.schema import GangRequest, Prune, RestorePoint
 from holdfast_core.names import checkpoint_name
 from holdfast_core.retention import EXPLAINED, RetentionReason
-from holdfast_core.store_retention import needed_in_store, plan_store, pruned_by
-from holdfast_operator.decide.facts.readable import quarantined
+from holdfast_core.store_retention import needed_in_store, newest_record, plan_store, pruned_by
+from holdfast_operator.decide.facts.readable import (
+    answered_of,
+    candidates,
+    holders,
+    is_complete,
+    may_store_shards,
+    missing_ids,
+    newest_is_missing,
+    quarantined,
+)
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import Action, Call, CallPath, Delete, DesiredObject, normal
 from holdfast_operator.model.job import Now, RequestedSave
@@ -47,6 +59,7 @@ def with_phase(
     *,
     pinned: bool,
     persisted: bool = False,
+    copied: bool = True,
     reason: Reason | None = None,
     message: str = "",
 ) -> CheckpointStatus:
@@ -54,6 +67,7 @@ def with_phase(
 
     Args:
         pinned: Whether a user has pinned the checkpoint.
+        copied: Whether other nodes have copies of what each node saved.
         reason: Reason of the conditions. None stands for the usual one of the phase.
         message: Message of the conditions Committed and Restorable. "" stands for the usual one.
     """
@@ -63,11 +77,11 @@ def with_phase(
     committed = message or (durable if done else "the save is in progress")
     pruning = Reason.PRUNING if phase is CheckpointPhase.DELETING else why
     stored = "every shard and the manifest are in the object store" if persisted else ""
-    restorable = persisted and phase is CheckpointPhase.COMMITTED
+    restorable = phase is CheckpointPhase.COMMITTED
     uploaded = Reason.PERSISTED if persisted else pruning
     conditions = (
         (CheckpointCondition.COMMITTED, done, why, committed),
-        (CheckpointCondition.REPLICATED, done, pruning, ""),
+        (CheckpointCondition.REPLICATED, done and copied, pruning, ""),
         (CheckpointCondition.PERSISTED, persisted, uploaded, stored),
         (CheckpointCondition.RESTORABLE, restorable, pruning, message),
         (CheckpointCondition.PINNED, pinned, Reason.PINNED if pinned else Reason.NOT_PINNED, ""),
@@ -129,38 +143,212 @@ def plan(world: World) -> list[Action]:
     """Return the actions on Checkpoint objects while the round starts or runs."""
     requests = _requests(world)
     actions = [*_projection(world, requests), *requests, *_finalizers(world)]
-    if not actions:  # an object is written once in a pass, or the second write would conflict
-        actions.extend(quarantine_marks(world))
     actions.extend(_deletes(world))
     actions.extend(_retention(world))
-    return actions
-
-
-def quarantine_marks(world: World) -> list[Action]:
-    """Return the writes of condition Quarantined of the job's Checkpoint objects. It ends with the job."""
-    over, kind = world.status.completion_time is not None, CheckpointCondition.QUARANTINED
-    wanted = frozenset() if over else quarantined(world)
-    actions: list[Action] = []
-    for checkpoint in world.own_checkpoints:
-        marked = checkpoint.status.is_true(kind)
-        if checkpoint.deleting or marked == (checkpoint.id in wanted):
-            continue
-        reason, text = Reason.RELEASED, ""
-        if not marked:
-            reason = Reason.QUARANTINED
-            text = "ranks that restored it failed repeatedly; the job does not restore it"
-        status = checkpoint.status.with_condition(kind, not marked, reason, text, world.now.utc)
-        actions.append(DesiredObject(render_change(checkpoint, status)))
+    if not any(isinstance(action, DesiredObject) for action in actions):
+        actions.extend(marks(world))  # a second write of an object in a pass would conflict
     return actions
 
 
 def expire_requests(world: World) -> tuple[Action, ...]:
-    """Return actions that expire the open requests to save of a job that has ended."""
-    message = "the job ended before this was saved"
+    """Return actions that fail the open requests to save of a job that has ended."""
+    message = "the job ended before this was saved. Request a save of a job that trains"
     return tuple(
-        _moved(world, c, CheckpointPhase.EXPIRED, message=message)
+        _failed(world, c, Reason.JOB_ENDED, message)
         for c in _open_requests(world)[:WRITES_PER_PASS]
     )
+
+
+def unsaved(checkpoint: Checkpoint, now: Now) -> tuple[Reason, str] | None:
+    """Return why a request of a person will never be saved although its job does not refuse it, or None.
+
+    Whoever creates objects may write their status, or their job, a moment later.
+    """
+    if checkpoint.status.phase is CheckpointPhase.FAILED or checkpoint.deleting:
+        return None
+    if checkpoint.id is not None or now.elapsed_seconds(checkpoint.created_at) < SETTLE_SECONDS:
+        return None
+    if checkpoint.spec.step is None:
+        text = (
+            f"{checkpoint.job} does not exist. Create the request again once there is such a TrainingJob "
+            "or CheckpointAdoption in this namespace"
+        )
+        return Reason.JOB_NOT_FOUND, text
+    text = (
+        f"no commit of step {checkpoint.spec.step} is recorded here. Only the operator records commits: to "
+        "request a save, create a Checkpoint without spec.step"
+    )
+    return Reason.STEP_NOT_COMMITTED, text
+
+
+def _failed(world: World, checkpoint: Checkpoint, reason: Reason, message: str) -> DesiredObject:
+    return _moved(world, checkpoint, CheckpointPhase.FAILED, reason=reason, message=message)
+
+
+# --------------------------------------------------------------------------- what is true of it now
+
+
+SETTLE_SECONDS = 60.0
+"""Age from which an object counts that is no record of a commit and no request that could be fulfilled."""
+DOUBT_SECONDS = 60.0
+"""Time for which uploads must have failed before the checkpoints in the store may not be restorable: each of
+thousands of them is written then, and again when the store is back."""
+
+
+def marks(world: World) -> list[Action]:
+    """Return the writes of what has changed about the Checkpoints of the job, at most WRITES_PER_PASS."""
+    newest = newest_record(world.own_checkpoints)
+    actions: list[Action] = []
+    look = _Look(world)
+    for checkpoint in world.own_checkpoints:
+        status = checkpoint.status
+        if checkpoint.id is not None:
+            status = look.marked(checkpoint, is_newest=checkpoint is newest)
+        elif status.phase is None and checkpoint.spec.step is None and not checkpoint.deleting:
+            phase, text = CheckpointPhase.REQUESTED, "it is saved as soon as the job trains"
+            status = with_phase(
+                status, phase, world.now, pinned=checkpoint.spec.pin, copied=False, message=text
+            )
+        elif checkpoint.spec.step is not None and status.phase is None:
+            note = unsaved(checkpoint, world.now)
+            if note is not None:
+                actions.append(_failed(world, checkpoint, *note))
+        if status is not checkpoint.status:
+            actions.append(DesiredObject(render_change(checkpoint, status)))
+        if len(actions) >= WRITES_PER_PASS:
+            break
+    return actions
+
+
+class _Look:
+    """What one pass knows about the places that may have checkpoints."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        over = world.status.completion_time is not None
+        self._quarantined = frozenset() if over else quarantined(world)
+        self._when_deleted = world.spec.checkpoint.retention.when_deleted
+        self._store = self._of_store()
+        self._absent = missing_ids(world)
+        if newest_is_missing(world) is not None and world.last_persisted is not None:
+            self._absent |= {world.last_persisted.id}
+
+    def marked(self, checkpoint: Checkpoint, *, is_newest: bool) -> CheckpointStatus:
+        """Return the status with what is true now; the same object if nothing has changed."""
+        status, now = checkpoint.status, self._world.now.utc
+        if checkpoint.deleting:
+            if status.phase is CheckpointPhase.DELETING:
+                return status
+            text = "it was deleted; the object goes when its data is deleted, or cannot be"
+            return with_phase(
+                status,
+                CheckpointPhase.DELETING,
+                self._world.now,
+                pinned=checkpoint.spec.pin,
+                persisted=checkpoint.persisted,
+                copied=status.is_true(CheckpointCondition.REPLICATED),
+                message=text,
+            )
+        pinned = checkpoint.spec.pin
+        if status.is_true(CheckpointCondition.PINNED) is not pinned:
+            why = Reason.PINNED if pinned else Reason.NOT_PINNED
+            status = status.with_condition(CheckpointCondition.PINNED, pinned, why, "", now)
+        apart = checkpoint.id in self._quarantined
+        if status.is_true(CheckpointCondition.QUARANTINED) is not apart:
+            why, text = Reason.RELEASED, ""
+            if apart:
+                why, text = Reason.QUARANTINED, _QUARANTINED
+            kind = CheckpointCondition.QUARANTINED
+            status = status.with_condition(kind, apart, why, text, now)
+        if is_newest and checkpoint.persisted and status.when_deleted is not self._when_deleted:
+            status = changed(status, when_deleted=self._when_deleted)
+        if status.phase is not CheckpointPhase.COMMITTED:
+            return status
+        return self._with_restorable(status, checkpoint)
+
+    def _with_restorable(
+        self, status: CheckpointStatus, checkpoint: Checkpoint
+    ) -> CheckpointStatus:
+        found = self._restorable(checkpoint)
+        if found is None:
+            return status
+        value, reason, text = found
+        kind = CheckpointCondition.RESTORABLE
+        old = status.condition(kind)
+        if old is not None and (old.status, old.reason) == (ConditionStatus.of(value), reason):
+            return status
+        return status.with_condition(kind, value, reason, text, self._world.now.utc)
+
+    def _restorable(self, checkpoint: Checkpoint) -> tuple[bool | None, Reason, str] | None:
+        """Return whether the job could restore the checkpoint. None: nothing new is known."""
+        id_ = checkpoint.id
+        if id_ in self._quarantined:
+            return False, Reason.QUARANTINED, _QUARANTINED
+        if checkpoint.persisted:
+            if id_ in self._absent:
+                text = (
+                    "the object store lacks it: put its objects back, or restore another checkpoint"
+                )
+                return False, Reason.CHECKPOINT_MISSING, text
+            return self._store
+        if id_ is None:
+            return None
+        return self._on_nodes(id_)
+
+    def _of_store(self) -> tuple[bool | None, Reason, str] | None:
+        """Return whether what the store has could be restored."""
+        world, name = self._world, self._world.spec.store
+        store = world.observed.store
+        if store is None:
+            text = f"CheckpointStore {name} does not exist or cannot be read: create it again"
+            return False, Reason.STORE_NOT_FOUND, text
+        if store.available is False:
+            text = f"CheckpointStore {name} is not available, as its condition Available says"
+            return None, Reason.STORE_UNAVAILABLE, text
+        uploads = world.status.condition(JobCondition.REMOTE_TIER_HEALTHY)
+        if uploads is not None and uploads.is_false:
+            failing = world.now.elapsed_seconds(uploads.last_transition_time)
+            if failing < DOUBT_SECONDS:
+                return None
+            text = f"requests to CheckpointStore {name} fail, as condition RemoteTierHealthy says"
+            return None, Reason.STORE_UNAVAILABLE, text
+        if store.available is None:
+            return None
+        return True, Reason.PERSISTED, "the object store has every shard and the manifest"
+
+    def _on_nodes(self, id_: CheckpointId) -> tuple[bool | None, Reason, str] | None:
+        """Return whether the nodes have a checkpoint that is not in the object store."""
+        world = self._world
+        if not any(m.alive for m in world.members):
+            text = "no pod that could have its shards is left, and it was never in an object store"
+            return False, Reason.PODS_GONE, text
+        if any(s.step == id_.step and s.level is not None for s in world.state.steps):
+            return True, Reason.COMMITTED, _COMPLETE
+        if id_.round == world.round or world.coordinator is None:
+            return None
+        if id_ in self._complete:
+            return True, Reason.COMMITTED, _COMPLETE
+        silent = any(may_store_shards(m, world) for m in world.members)
+        if silent or world.status.is_true(JobCondition.SIDECARS_UNREACHABLE):
+            text = "pods that may have its shards do not answer. Delete them to give it up"
+            return None, Reason.WAITING_FOR_HOLDERS, text
+        text = "the nodes lack a shard of it. checkpoint.object keeps checkpoints in a store"
+        return False, Reason.SHARDS_LOST, text
+
+    @cached_property
+    def _complete(self) -> frozenset[CheckpointId]:
+        """Checkpoints of which the sidecars had every shard when this round began."""
+        answered = answered_of(self._world)
+        known = holders(answered)
+        found = candidates(self._world, answered)
+        return frozenset(c.id for c in found if is_complete(c, known))
+
+
+_COMPLETE = "the nodes of the job have every shard"
+_QUARANTINED = (
+    "ranks that restored it failed repeatedly; the job does not restore it. failurePolicy.releasedSteps "
+    "releases it"
+)
 
 
 # --------------------------------------------------------------------------- projection
@@ -212,9 +400,13 @@ def _with_commit(
         job_namespace=job.namespace,
         committed_at=world.now.utc,
         metrics=_metrics(world) if is_newest else {},
+        store=world.spec.store if persisted else None,
+        when_deleted=world.spec.checkpoint.retention.when_deleted if persisted else None,
     )
-    committed = CheckpointPhase.COMMITTED
-    return with_phase(status, committed, world.now, pinned=pinned, persisted=persisted)
+    committed, copied = CheckpointPhase.COMMITTED, world.copies > 0
+    return with_phase(
+        status, committed, world.now, pinned=pinned, persisted=persisted, copied=copied
+    )
 
 
 def _metrics(world: World) -> dict[str, float]:
@@ -234,9 +426,15 @@ def _moved(
     finalizers: tuple[str, ...] = (),
 ) -> DesiredObject:
     """Return the change of this Checkpoint object to that phase. What it records does not change."""
-    status, pinned, persisted = checkpoint.status, checkpoint.spec.pin, checkpoint.persisted
     status = with_phase(
-        status, phase, world.now, pinned=pinned, persisted=persisted, reason=reason, message=message
+        checkpoint.status,
+        phase,
+        world.now,
+        pinned=checkpoint.spec.pin,
+        persisted=checkpoint.persisted,
+        copied=checkpoint.status.is_true(CheckpointCondition.REPLICATED),
+        reason=reason,
+        message=message,
     )
     return DesiredObject(render_change(checkpoint, status, finalizers=finalizers))
 
@@ -283,8 +481,7 @@ def _requests(world: World) -> list[Action]:
         "requests of a moment; delete this object and request again when they are saved"
     )
     for checkpoint in excess[:WRITES_PER_PASS]:
-        expired, reason = CheckpointPhase.EXPIRED, Reason.TOO_MANY_REQUESTS
-        actions.append(_moved(world, checkpoint, expired, reason=reason, message=message))
+        actions.append(_failed(world, checkpoint, Reason.TOO_MANY_REQUESTS, message))
     world.remember(save_requests=tuple(save_requests.values()))
     return actions
 
@@ -341,7 +538,7 @@ def _open_requests(world: World) -> list[Checkpoint]:
 
 def _is_open(checkpoint: Checkpoint) -> bool:
     if checkpoint.spec.step is None:
-        return checkpoint.status.phase is not CheckpointPhase.EXPIRED
+        return checkpoint.status.phase is not CheckpointPhase.FAILED
     # An operator ended after it had written spec.step, and before it had written the status.
     return checkpoint.id is None and checkpoint.status.phase is CheckpointPhase.IN_PROGRESS
 

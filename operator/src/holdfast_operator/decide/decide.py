@@ -211,6 +211,8 @@ def choose(world: World) -> Decision:
         return with_status_write(world, actions, choice.note, STARTING_SECONDS)
     if isinstance(choice, restore_point.AskStore) or _store_is_due(world, choice.note):
         actions.extend(_store_lists(world))
+    if world.seconds_since(world.memory.round_seen_at) >= checkpoints.DOUBT_SECONDS:
+        actions.extend(checkpoints.marks(world))  # not before: a round that starts has other work
     note = _refused(world) or _pod_trouble(world) or choice.note
     pause = again_after(world, world.memory.round_seen_at, STARTING_SECONDS)
     return with_status_write(world, actions, note, pause)
@@ -422,7 +424,7 @@ def over(world: World) -> Decision:
         remember_write(world)
     if world.memory.record_refused:
         actions.extend(checkpoints.records(world))
-    actions.extend(checkpoints.expire_requests(world) or checkpoints.quarantine_marks(world))
+    actions.extend(checkpoints.expire_requests(world) or checkpoints.marks(world))
     actions.extend(ends.release_all(world, "the job is over"))
     actions.extend(ends.after_the_end(world, kept=kept is not None))
     if kept is not None:
@@ -449,7 +451,7 @@ def suspended(world: World) -> Decision:
     if world.spec.suspend:
         acted = None if world.coordinator is None else world.coordinator.version
         freed = ends.release_all(world, "the job is suspended")
-        actions = (*ends.delete_all_pods(world), *freed)
+        actions = (*ends.delete_all_pods(world), *checkpoints.marks(world), *freed)
         return Decision.of(actions, WAITING_SECONDS, "suspended", acted)
     if status.restart_round is None:
         note = Note(Reason.RESUMED, "spec.suspend is false")

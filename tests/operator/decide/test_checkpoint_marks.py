@@ -1,0 +1,223 @@
+"""What a pass writes about the Checkpoints of its job: only what has changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from tests.operator.decide.test_decide_checkpoints import persisted, point, world
+from tests.support.operator.builders import (
+    START,
+    checkpoint,
+    condition,
+    now,
+    request,
+    store,
+)
+from tests.support.operator.decisions import of_kind, status_of
+
+from holdfast_core.api import (
+    Checkpoint,
+    CheckpointCondition,
+    CheckpointPhase,
+    CheckpointStatus,
+    JobCondition,
+    changed,
+)
+from holdfast_core.ids import CheckpointId, Level, RestartRound, Step
+from holdfast_core.messages.schema import StepState
+from holdfast_operator.decide.checkpoints import WRITES_PER_PASS
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.model.job import Observed, StoreView
+from holdfast_operator.model.reasons import Reason
+
+KNOWN = (checkpoint(40, 2), checkpoint(50, 2), checkpoint(60, 2))
+
+
+def training(checkpoints: tuple[Checkpoint, ...] = KNOWN, **changes: Any) -> Observed:
+    """Return a job that has persisted step 60, and whose nodes have reported it."""
+    given = {"committed": persisted(60), "reported": point(60), "keep_last": 5, **changes}
+    return world(checkpoints=checkpoints, **given)
+
+
+def written(observed: Observed, seconds: float = 1000.0) -> dict[str, CheckpointStatus]:
+    actions = decide(observed, now(seconds)).actions
+    return {a.name: status_of(a) for a in of_kind(actions, "change Checkpoint")}
+
+
+def with_status(observed: Observed, **fields: Any) -> Observed:
+    status = changed(observed.job.status, **fields)
+    return replace(observed, job=changed(observed.job, status=status))
+
+
+def restorable(status: CheckpointStatus) -> tuple[str, str]:
+    found = status.condition(CheckpointCondition.RESTORABLE)
+    assert found is not None
+    return found.status, found.reason
+
+
+def test_nothing_is_written_while_nothing_changes() -> None:
+    assert written(training()) == {}
+
+
+def test_what_the_store_may_lack_is_unknown_until_it_is_back() -> None:
+    down = store()
+    observed = replace(training(), store=replace(down, available=False, message="no answer"))
+    found = written(observed)
+    assert {restorable(s) for s in found.values()} == {("Unknown", "StoreUnavailable")}
+    assert len(found) == 3
+    seen = tuple(changed(c, status=found[c.name]) for c in KNOWN)
+    assert written(replace(observed, checkpoints=seen)) == {}
+    back = written(training(seen))
+    assert {restorable(s) for s in back.values()} == {("True", "Persisted")}
+
+
+@pytest.mark.parametrize(("seconds", "unknown"), [(59.0, False), (60.0, True)])
+def test_uploads_that_fail_for_a_moment_write_nothing(seconds: float, unknown: bool) -> None:
+    """Each of thousands of objects would be written twice."""
+    failing = condition(JobCondition.REMOTE_TIER_HEALTHY, False, "Unavailable", "", START)
+    observed = with_status(training(), conditions=(failing,))
+    at = now()
+    begun = at.utc - timedelta(seconds=seconds)
+    failing = changed(failing, last_transition_time=begun)
+    found = written(with_status(observed, conditions=(failing,)))
+    assert bool(found) is unknown
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        pytest.param(None, ("False", "StoreNotFound"), id="no store"),
+        pytest.param("not probed", None, id="not probed"),
+    ],
+)
+def test_other_states_of_the_store(given: str | None, expected: tuple[str, str] | None) -> None:
+    view: StoreView | None = None if given is None else replace(store(), available=None)
+    found = written(replace(training(), store=view))
+    assert {restorable(s) for s in found.values()} == (set() if expected is None else {expected})
+
+
+def test_a_quarantined_checkpoint_is_not_restorable_until_it_is_released() -> None:
+    bad = CheckpointId(Step(50), RestartRound(2))
+    found = written(with_status(training(), quarantined=(bad,)))
+    assert set(found) == {KNOWN[1].name}
+    status = found[KNOWN[1].name]
+    assert restorable(status) == ("False", "Quarantined")
+    assert status.is_true(CheckpointCondition.QUARANTINED)
+    seen = (KNOWN[0], changed(KNOWN[1], status=status), KNOWN[2])
+    back = written(training(seen))[KNOWN[1].name]
+    assert restorable(back) == ("True", "Persisted")
+    assert not back.is_true(CheckpointCondition.QUARANTINED)
+
+
+def test_what_the_store_lacks_is_not_restorable() -> None:
+    observed = training(coordinator={"newest_is_stored": False})
+    found = written(observed)
+    assert {n: restorable(s) for n, s in found.items()} == {
+        KNOWN[2].name: ("False", Reason.CHECKPOINT_MISSING)
+    }
+
+
+def test_a_pin_and_the_policy_of_the_job_follow_the_spec() -> None:
+    pinned = changed(KNOWN[0], spec=changed(KNOWN[0].spec, pin=True))
+    observed = training((pinned, *KNOWN[1:]), retention={"when_deleted": "KeepLast"})
+    found = written(observed)
+    assert set(found) == {KNOWN[0].name, KNOWN[2].name}
+    assert found[KNOWN[0].name].is_true(CheckpointCondition.PINNED)
+    assert found[KNOWN[2].name].when_deleted == "KeepLast"
+
+
+def test_a_deleted_object_says_so() -> None:
+    going = checkpoint(40, 2, deleting=True, has_finalizer=True, deletion_policy="DeleteData")
+    found = written(training((going, *KNOWN[1:])))
+    assert found[going.name].phase is CheckpointPhase.DELETING
+    assert restorable(found[going.name])[0] == "False"
+
+
+@pytest.mark.fault("A store with thousands of checkpoints of a job is down")
+def test_many_changes_take_several_passes() -> None:
+    many = tuple(checkpoint(n, 2) for n in range(3, 103))
+    observed = replace(training(many, keep_last=200), store=replace(store(), available=False))
+    passes = 0
+    while found := written(observed):
+        assert len(found) <= WRITES_PER_PASS
+        passes += 1
+        seen = tuple(
+            changed(c, status=found[c.name]) if c.name in found else c for c in observed.checkpoints
+        )
+        observed = replace(observed, checkpoints=seen)
+    assert passes == 4
+
+
+# --------------------------------------------------------------------------- without a store
+
+
+def on_nodes(**changes: Any) -> Observed:
+    held = checkpoint(40, 2, persisted=False)
+    status = held.status.with_condition(CheckpointCondition.RESTORABLE, None, "Before", "", START)
+    given = {"store": None, "object_every_steps": None, **changes}
+    return world(checkpoints=(changed(held, status=status),), **given)
+
+
+def step_state(step: int) -> StepState:
+    return StepState(Step(step), RestartRound(2), Level.REPLICATED, 2, 2, 0, 2)
+
+
+def only(found: dict[str, CheckpointStatus]) -> tuple[str, str]:
+    (status,) = found.values()
+    return restorable(status)
+
+
+def test_the_nodes_have_what_the_coordinator_reports() -> None:
+    observed = on_nodes(coordinator={"steps": (step_state(40),)})
+    assert only(written(observed)) == ("True", "Committed")
+
+
+def test_nothing_is_said_of_what_may_be_pruned_on_the_nodes() -> None:
+    assert written(on_nodes(coordinator={"steps": (step_state(70),)})) == {}
+
+
+def test_without_pods_there_is_no_copy() -> None:
+    over = condition(JobCondition.COMPLETE, True, "Completed", "", START)
+    observed = with_status(on_nodes(), conditions=(over,), completion_time=START)
+    assert only(written(replace(observed, pods=(), sidecars=()))) == ("False", "PodsGone")
+
+
+def test_an_older_round_is_known_from_the_inventories_of_this_one() -> None:
+    old = checkpoint(20, 1, persisted=False)
+    observed = replace(on_nodes(), checkpoints=(old,))
+    assert only(written(observed)) == ("False", "ShardsLost")
+    silent = replace(observed, sidecars=())
+    silenced = condition(JobCondition.SIDECARS_UNREACHABLE, True, "NoSidecarAnswers", "", START)
+    found = written(with_status(silent, conditions=(silenced,)))
+    assert {restorable(s) for s in found.values()} <= {("Unknown", "WaitingForHolders")}
+
+
+# --------------------------------------------------------------------------- requests
+
+
+def test_a_request_that_waits_says_for_what() -> None:
+    found = written(world(checkpoints=(request(),), coordinator={"running": False}))
+    (status,) = found.values()
+    assert status.phase is CheckpointPhase.REQUESTED
+    committed = status.condition(CheckpointCondition.COMMITTED)
+    assert committed is not None and "as soon as the job trains" in committed.message
+
+
+@pytest.mark.fault("A person creates a Checkpoint of a step that was never committed")
+def test_a_step_that_was_never_committed_fails_after_a_minute() -> None:
+    stray = checkpoint(45, None, name="stray", phase=None, conditions=(), manifest=None)
+    given = training((*KNOWN, stray))
+    late = now()
+    young = changed(stray, metadata=changed(stray.metadata, creation_timestamp=late.utc))
+    assert written(replace(given, checkpoints=(*KNOWN, young))) == {}
+    old = changed(
+        stray,
+        metadata=changed(stray.metadata, creation_timestamp=late.utc - timedelta(seconds=60)),
+    )
+    found = written(replace(given, checkpoints=(*KNOWN, old)))
+    assert found["stray"].phase is CheckpointPhase.FAILED
+    why = found["stray"].condition(CheckpointCondition.COMMITTED)
+    assert why is not None and why.reason == Reason.STEP_NOT_COMMITTED
