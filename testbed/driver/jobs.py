@@ -64,6 +64,7 @@ def checkpoint_policy(
     compression: str = "None",
     copies: int = 1,
     keep_last: int = 3,
+    when_deleted: str = "Retain",
     slots: int | None = None,
     node_size: str = "2Gi",
     node_class: str | None = None,
@@ -79,7 +80,7 @@ def checkpoint_policy(
     checkpoint: Object = {
         "interval": {"steps": interval},
         "peer": {"copies": copies},
-        "retention": {"keepLast": keep_last},
+        "retention": {"keepLast": keep_last, "whenDeleted": when_deleted},
         "node": {"volume": volume},
     }
     if slots is not None:

@@ -109,19 +109,25 @@ def test_the_operator_deletes_the_data_of_what_is_pruned() -> None:
     }
 
 
+def test_a_suspended_job_is_pruned_as_well() -> None:
+    cluster = Cluster(gang("Suspended", keep_last=4))
+    run(cluster, yes=True)
+    assert len(cluster.deleted) == 1
+
+
 def test_a_dry_run_deletes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Cluster(gang("Succeeded", keep_last=4))
+    cluster = Cluster(gang("Restarting", keep_last=4))
     run(cluster, dry_run=True)
     assert not cluster.deleted
     out, err = capsys.readouterr()
     assert "job-l2msg4-s10-r0" in out and "prune 1 checkpoint" in out
-    assert "only the sidecars of a job that trains can delete" in " ".join(err.split())
+    assert "can be deleted when it trains, is suspended or is over" in " ".join(err.split())
 
 
 @pytest.mark.parametrize(
     ("phase", "given", "said"),
     [
-        ("Succeeded", {"yes": True}, "job is Succeeded: only the sidecars"),
+        ("Restarting", {"yes": True}, "job is Restarting: its data"),
         ("Running", {}, "Add --yes"),
     ],
 )

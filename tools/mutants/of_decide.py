@@ -295,4 +295,28 @@ OF_DECIDE = (
         loses="An operator with an old status deletes the pods of the running gang.",
         tests=(f"{_TESTS}test_readability.py::test_a_pod_of_a_higher_round_is_never_deleted",),
     ),
+    Mutant(
+        name="decide/pinned-data-of-a-deleted-job",
+        kind=Kind.MISSING_CHECK,
+        file=f"{_DECIDE}deletions.py",
+        original="kept = {c.name for c in objects if c.spec.pin or c.name in cloned}",
+        replacement="kept = {c.name for c in objects if c.name in cloned}",
+        loses="The data of a pinned checkpoint is deleted with its job.",
+        tests=(
+            "tests/operator/lives/test_deletions.py::"
+            "test_pinned_and_cloned_ones_stay_as_long_as_that_is_so",
+        ),
+    ),
+    Mutant(
+        name="decide/data-of-a-job-that-only-the-server-knows",
+        kind=Kind.MISSING_CHECK,
+        file="operator/src/holdfast_operator/loop/deletions.py",
+        original="if await self._cluster.job_exists(store.namespace, estate.job, estate.job_uid):",
+        replacement="if False:",
+        loses="A watch that lags costs a job all of its checkpoints.",
+        tests=(
+            "tests/operator/lives/test_deletions.py::"
+            "test_a_job_that_only_the_api_server_knows_keeps_its_data",
+        ),
+    ),
 )

@@ -27,6 +27,7 @@ from holdfast_core.api import (
     Checkpoint,
     DeletionPolicy,
     Gang,
+    JobPhase,
     changed,
     size_text,
 )
@@ -130,13 +131,17 @@ def pruning_document(pruning: Pruning) -> dict[str, Any]:
 
 
 def why_not(gang: Gang) -> str | None:
-    """Return why no data of the job can be deleted now, or None."""
+    """Return why no data of the job can be deleted now, or None.
+
+    Its sidecars delete while it trains, and a pod of the store does it while the job has no gang.
+    """
     phase = gang.status.phase
-    if phase == "Running":
+    ended = gang.status.completion_time is not None
+    if ended or phase in (JobPhase.RUNNING, JobPhase.SUSPENDED):
         return None
     return (
-        f"{gang.name} is {phase or 'not started'}: only the sidecars of a job that trains can delete its "
-        "data in the object store"
+        f"{gang.name} is {phase or 'not started'}: its data in the object store can be deleted when it "
+        "trains, is suspended or is over"
     )
 
 

@@ -13,8 +13,9 @@ from holdfast_core.api.crd import KINDS, Kind, crd
 LIMITS = {TrainingJob: 80, CheckpointAdoption: 97, Checkpoint: 15, CheckpointStore: 8}
 """Largest number of fields of the status of each kind, those that hold others included. Conditions count as
 one field. A change that adds a field takes another one out, or raises the number and says who reads it. Those
-of a TrainingJob have their readers in contracts/test_status_readers.py. Those of a Checkpoint: store and whenDeleted are read when its job is gone
-(decide/deletions.py), and tiers is a column."""
+of a TrainingJob have their readers in contracts/test_status_readers.py.
+Of those of a Checkpoint, store and whenDeleted are read when its job is gone (decide/deletions.py), and tiers
+is a column."""
 
 
 def version(kind: Kind) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.operator.decide.test_decide_checkpoints import persisted, point, world
 from tests.support.operator.builders import (
     START,
     checkpoint,
@@ -17,6 +16,7 @@ from tests.support.operator.builders import (
     store,
 )
 from tests.support.operator.decisions import of_kind, status_of
+from tests.support.operator.persisting import persisted, point, world
 
 from holdfast_core.api import (
     Checkpoint,
@@ -28,7 +28,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step
 from holdfast_core.messages.schema import StepState
-from holdfast_operator.decide.checkpoints import WRITES_PER_PASS
+from holdfast_operator.decide.checkpoints import WRITES_PER_PASS, unsaved
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.job import Observed, StoreView
 from holdfast_operator.model.reasons import Reason
@@ -124,9 +124,10 @@ def test_a_pin_and_the_policy_of_the_job_follow_the_spec() -> None:
     pinned = changed(KNOWN[0], spec=changed(KNOWN[0].spec, pin=True))
     observed = training((pinned, *KNOWN[1:]), retention={"when_deleted": "KeepLast"})
     found = written(observed)
-    assert set(found) == {KNOWN[0].name, KNOWN[2].name}
+    assert next(iter(found)) == KNOWN[2].name, "the newest has the policy first"
+    assert {status.when_deleted for status in found.values()} == {"KeepLast"}
+    assert len(found) == 3
     assert found[KNOWN[0].name].is_true(CheckpointCondition.PINNED)
-    assert found[KNOWN[2].name].when_deleted == "KeepLast"
 
 
 def test_a_deleted_object_says_so() -> None:
@@ -221,3 +222,35 @@ def test_a_step_that_was_never_committed_fails_after_a_minute() -> None:
     assert found["stray"].phase is CheckpointPhase.FAILED
     why = found["stray"].condition(CheckpointCondition.COMMITTED)
     assert why is not None and why.reason == Reason.STEP_NOT_COMMITTED
+
+
+@pytest.mark.fault("A request to save names a job that does not exist")
+def test_a_request_for_a_job_that_does_not_exist_fails_after_a_minute() -> None:
+    at = now()
+    asked = request()
+
+    def of_age(seconds: float, **status: Any) -> Checkpoint:
+        created = changed(asked.metadata, creation_timestamp=at.utc - timedelta(seconds=seconds))
+        return changed(asked, metadata=created, status=CheckpointStatus(**status))
+
+    assert unsaved(of_age(59.0), at) is None, "the job may be created a moment later"
+    found = unsaved(of_age(60.0), at)
+    assert found is not None
+    reason, text = found
+    assert reason is Reason.JOB_NOT_FOUND
+    assert "job does not exist" in text and "TrainingJob" in text
+    assert unsaved(of_age(90.0, phase="Failed"), at) is None
+
+
+@pytest.mark.fault("A job ends or is deleted before a request to save is fulfilled")
+def test_requests_of_a_job_that_is_over_fail_with_the_reason() -> None:
+    over = condition(JobCondition.COMPLETE, True, "Completed", "", START)
+    observed = with_status(
+        world(checkpoints=(request(phase="InProgress"),)),
+        conditions=(over,),
+        completion_time=START,
+    )
+    (status,) = written(observed).values()
+    assert status.phase is CheckpointPhase.FAILED
+    why = status.condition(CheckpointCondition.COMMITTED)
+    assert why is not None and why.is_false and why.reason == Reason.JOB_ENDED

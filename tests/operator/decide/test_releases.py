@@ -1,4 +1,7 @@
-"""A deleted Checkpoint is always released. If no sidecar can delete its data, an Event reports that."""
+"""A deleted Checkpoint is always released: by the pass of its job, or by a pod that deletes its data.
+
+lives/test_deletions.py shows the pods.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,8 @@ def deleted(**changes: Any) -> Checkpoint:
 
 
 DELETED = deleted()
+NOWHERE = deleted(store=None)
+"""The object does not say which store has its data."""
 PERSISTED = PersistedStep(step=Step(10), round=RestartRound(0), manifest=manifest_digest(10, 0))
 
 
@@ -85,47 +90,35 @@ def released(given: Observed, seconds: float = 1000.0) -> tuple[list[str], list[
     return names, messages
 
 
-@pytest.mark.fault("A Checkpoint of a job that is over or suspended is deleted")
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        pytest.param(
-            {"conditions": (true(JobCondition.COMPLETE),), "completion_time": START},
-            "the job is over",
-            id="over",
-        ),
-        pytest.param(
-            {"conditions": (true(JobCondition.FAILED),), "completion_time": START},
-            "the job is over",
-            id="failed",
-        ),
-        pytest.param(
-            {
-                "conditions": (true(JobCondition.SUSPENDED),),
-                "spec": {"suspend": True},
-                "pods": (),
-                "sidecars": (),
-            },
-            "the job is suspended",
-            id="suspended",
-        ),
-    ],
-)
-def test_a_checkpoint_is_released_at_once_when_no_sidecar_can_delete_its_data(
-    given: dict[str, Any], why: str
-) -> None:
-    names, messages = released(observed(**given))
-    assert names == [DELETED.name]
+WITHOUT_A_GANG: dict[str, dict[str, Any]] = {
+    "over": {"conditions": (true(JobCondition.COMPLETE),), "completion_time": START},
+    "failed": {"conditions": (true(JobCondition.FAILED),), "completion_time": START},
+    "suspended": {
+        "conditions": (true(JobCondition.SUSPENDED),),
+        "spec": {"suspend": True},
+        "pods": (),
+        "sidecars": (),
+    },
+}
+
+
+@pytest.mark.parametrize("state", WITHOUT_A_GANG)
+def test_without_a_gang_the_data_is_left_to_a_pod(state: str) -> None:
+    given = observed(**WITHOUT_A_GANG[state])
+    assert released(given) == ([], [])
+    names, messages = released(replace(given, checkpoints=(NOWHERE,)))
+    assert names == [NOWHERE.name]
     assert len(messages) == 1
-    assert why in messages[0]
+    assert "does not say which job saved it in which CheckpointStore" in messages[0]
     assert "step 10 of round 0" in messages[0]
     assert "team-a/" in messages[0]
 
 
-def test_a_job_that_is_being_deleted_lets_go() -> None:
+def test_a_job_that_is_being_deleted_lets_go_of_what_has_no_data() -> None:
     given = observed()
-    names, _ = released(replace(given, job=metadata(given.job, deletion_timestamp=START)))
-    assert names == [DELETED.name]
+    given = replace(given, job=metadata(given.job, deletion_timestamp=START))
+    assert released(given)[0] == []
+    assert released(replace(given, checkpoints=(NOWHERE,)))[0] == [NOWHERE.name]
 
 
 @pytest.mark.fault("A Checkpoint is deleted while its store is away")
@@ -151,10 +144,10 @@ def test_the_wait_outlives_a_round() -> None:
 
 @pytest.mark.fault("A Checkpoint of a former job of the same name is deleted")
 def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
-    former = deleted(job_uid="former-uid")
-    names, messages = released(observed(checkpoints=(former,)))
-    assert names == [former.name]
-    assert "the job that saved it no longer exists" in messages[0]
+    former = deleted(job_uid="former-uid", pin=True)
+    assert released(observed(checkpoints=(former,)))[0] == [former.name]
+    with_data = deleted(job_uid="former-uid")
+    assert released(observed(checkpoints=(with_data,)))[0] == []
 
 
 @pytest.mark.fault(
@@ -172,7 +165,7 @@ def test_checkpoints_of_a_gang_of_the_other_kind_are_left_to_it(
             "spec": {"workers": 2, "checkpoint": {"interval": {"steps": 10}}},
         }
     )
-    theirs = deleted(job_uid="other-uid")
+    theirs = deleted(job_uid="other-uid", pin=True)
     given = observed(checkpoints=(theirs,))
     given = replace(given, job=metadata(given.job, deletion_timestamp=deleted_at))
     assert released(given)[0] == [theirs.name]

@@ -128,10 +128,7 @@ class CheckpointStatus(WithConditions):
     ] = None
     when_deleted: Annotated[
         WhenDeleted | None,
-        Field(
-            description="retention.whenDeleted of the job when it was recorded. That of the newest "
-            "Checkpoint of a job follows each change, and counts once the job is gone."
-        ),
+        Field(description="retention.whenDeleted of the job, which counts once the job is gone."),
     ] = None
     bytes: Annotated[int | None, Field(ge=0, description="Size of all shards, bytes.")] = None
     size: Annotated[

@@ -197,13 +197,14 @@ thousands of them is written then, and again when the store is back."""
 
 def marks(world: World) -> list[Action]:
     """Return the writes of what has changed about the Checkpoints of the job, at most WRITES_PER_PASS."""
-    newest = newest_record(world.own_checkpoints)
+    newest, own = newest_record(world.own_checkpoints), world.own_checkpoints
     actions: list[Action] = []
     look = _Look(world)
-    for checkpoint in world.own_checkpoints:
-        status = checkpoint.status
-        if checkpoint.id is not None:
-            status = look.marked(checkpoint, is_newest=checkpoint is newest)
+    # The newest one comes first: its whenDeleted counts if the job is deleted before the others have it.
+    for checkpoint in own if newest is None else (newest, *(c for c in own if c is not newest)):
+        status, id_ = checkpoint.status, checkpoint.id
+        if id_ is not None:
+            status = look.marked(checkpoint, id_)
         elif status.phase is None and checkpoint.spec.step is None and not checkpoint.deleting:
             phase, text = CheckpointPhase.REQUESTED, "it is saved as soon as the job trains"
             status = with_phase(
@@ -233,7 +234,7 @@ class _Look:
         if newest_is_missing(world) is not None and world.last_persisted is not None:
             self._absent |= {world.last_persisted.id}
 
-    def marked(self, checkpoint: Checkpoint, *, is_newest: bool) -> CheckpointStatus:
+    def marked(self, checkpoint: Checkpoint, id_: CheckpointId) -> CheckpointStatus:
         """Return the status with what is true now; the same object if nothing has changed."""
         status, now = checkpoint.status, self._world.now.utc
         if checkpoint.deleting:
@@ -253,23 +254,21 @@ class _Look:
         if status.is_true(CheckpointCondition.PINNED) is not pinned:
             why = Reason.PINNED if pinned else Reason.NOT_PINNED
             status = status.with_condition(CheckpointCondition.PINNED, pinned, why, "", now)
-        apart = checkpoint.id in self._quarantined
+        apart = id_ in self._quarantined
         if status.is_true(CheckpointCondition.QUARANTINED) is not apart:
             why, text = Reason.RELEASED, ""
             if apart:
                 why, text = Reason.QUARANTINED, _QUARANTINED
             kind = CheckpointCondition.QUARANTINED
             status = status.with_condition(kind, apart, why, text, now)
-        if is_newest and checkpoint.persisted and status.when_deleted is not self._when_deleted:
+        if status.when_deleted is not self._when_deleted and checkpoint.persisted:
             status = changed(status, when_deleted=self._when_deleted)
         if status.phase is not CheckpointPhase.COMMITTED:
             return status
-        return self._with_restorable(status, checkpoint)
+        return self._with_restorable(status, id_)
 
-    def _with_restorable(
-        self, status: CheckpointStatus, checkpoint: Checkpoint
-    ) -> CheckpointStatus:
-        found = self._restorable(checkpoint)
+    def _with_restorable(self, status: CheckpointStatus, id_: CheckpointId) -> CheckpointStatus:
+        found = self._restorable(status, id_)
         if found is None:
             return status
         value, reason, text = found
@@ -279,21 +278,18 @@ class _Look:
             return status
         return status.with_condition(kind, value, reason, text, self._world.now.utc)
 
-    def _restorable(self, checkpoint: Checkpoint) -> tuple[bool | None, Reason, str] | None:
+    def _restorable(
+        self, status: CheckpointStatus, id_: CheckpointId
+    ) -> tuple[bool | None, Reason, str] | None:
         """Return whether the job could restore the checkpoint. None: nothing new is known."""
-        id_ = checkpoint.id
         if id_ in self._quarantined:
             return False, Reason.QUARANTINED, _QUARANTINED
-        if checkpoint.persisted:
-            if id_ in self._absent:
-                text = (
-                    "the object store lacks it: put its objects back, or restore another checkpoint"
-                )
-                return False, Reason.CHECKPOINT_MISSING, text
-            return self._store
-        if id_ is None:
-            return None
-        return self._on_nodes(id_)
+        if not status.is_true(CheckpointCondition.PERSISTED):
+            return self._on_nodes(id_)
+        if id_ in self._absent:
+            text = "the object store lacks it: put its objects back, or restore another checkpoint"
+            return False, Reason.CHECKPOINT_MISSING, text
+        return self._store
 
     def _of_store(self) -> tuple[bool | None, Reason, str] | None:
         """Return whether what the store has could be restored."""

@@ -133,7 +133,7 @@ def _in_each_pass(world: World) -> list[Delete | ReleasePod]:
 def _decide(world: World) -> Decision:
     job = world.job
     if job.deleting:
-        freed = ends.release_all(world, "the job is being deleted")
+        freed = ends.release_all(world)
         return Decision.of(freed, None, "the job is being deleted")
     unreadable = unreadable_pass(world)
     if unreadable is not None:
@@ -425,7 +425,7 @@ def over(world: World) -> Decision:
     if world.memory.record_refused:
         actions.extend(checkpoints.records(world))
     actions.extend(checkpoints.expire_requests(world) or checkpoints.marks(world))
-    actions.extend(ends.release_all(world, "the job is over"))
+    actions.extend(ends.release_all(world))
     actions.extend(ends.after_the_end(world, kept=kept is not None))
     if kept is not None:
         actions.extend(gang.seals(world))  # the members of an unsealed round answer only after it
@@ -450,7 +450,7 @@ def suspended(world: World) -> Decision:
         return written(world, status, [], "the suspension is withdrawn")
     if world.spec.suspend:
         acted = None if world.coordinator is None else world.coordinator.version
-        freed = ends.release_all(world, "the job is suspended")
+        freed = ends.release_all(world)
         actions = (*ends.delete_all_pods(world), *checkpoints.marks(world), *freed)
         return Decision.of(actions, WAITING_SECONDS, "suspended", acted)
     if status.restart_round is None:

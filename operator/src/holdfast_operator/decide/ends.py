@@ -9,10 +9,9 @@ Pods of a failed job stay while they have the only copies of its newest committe
    then says why, and what a person can do.
 
 Deleted Checkpoint objects whose data cannot be deleted are released. Otherwise their finalizer would block
-the deletion of their namespace. Only a sidecar of the job can delete data in the object store. If the job is
-over, suspended or gone, no sidecar will do it: the operator removes the finalizer immediately, and the data
-stays. While the job may still order the delete, the object waits for RELEASE_SECONDS. An Event reports what
-stays in the store, and where.
+the deletion of their namespace. The sidecars of a gang delete data in the object store, and a pod with the
+store's keys does it for a job that is over, suspended or gone (deletions.py). An object waits for
+RELEASE_SECONDS at the longest. An Event reports what stays in the store, and where.
 
 A rule that does not apply returns None.
 """
@@ -190,18 +189,26 @@ def hanging(checkpoints: Iterable[Checkpoint]) -> tuple[Checkpoint, ...]:
     return tuple(c for c in checkpoints if c.deleting and c.has_finalizer)
 
 
-def release_all(world: World, why: str) -> list[Action]:
-    """Return actions that release all deleted Checkpoints under the job's name.
+def has_data(checkpoint: Checkpoint) -> bool:
+    """Return whether the object store has data that must be deleted with the object."""
+    status = checkpoint.status
+    known = checkpoint.id is not None and status.job_uid is not None and status.store is not None
+    return checkpoint.deletes_data and checkpoint.persisted and known
 
-    The caller has checked that no sidecar of the job will delete data any more.
+
+def release_all(world: World) -> list[Action]:
+    """Return actions that release the deleted Checkpoints under the job's name that have no data to delete.
+
+    A pod deletes the data of the others, because the job has no gang that will do it.
     """
-    return _released(hanging(_of_name(world)), why)
+    return _released(tuple(c for c in hanging(_of_name(world)) if not has_data(c)), _UNKNOWN)
 
 
 def overdue(world: World) -> list[Action]:
-    """Return actions that release deleted Checkpoints whose data will probably not be deleted.
+    """Return actions that release deleted Checkpoints of a job that has a gang.
 
-    They are those of this job that have waited for RELEASE_SECONDS, and all of a former job of its name.
+    They are those of this job that have waited for RELEASE_SECONDS, and those of a former job of its name
+    that have no data to delete.
     """
     own = {c.uid for c in world.own_checkpoints}
     known = hanging(_of_name(world))
@@ -210,9 +217,12 @@ def overdue(world: World) -> list[Action]:
         for c in known
         if c.uid in own and world.seconds_seen(Seen.DELETING, c.uid) >= RELEASE_SECONDS
     )
-    former = tuple(c for c in known if c.uid not in own)
+    former = tuple(c for c in known if c.uid not in own and not has_data(c))
     waited = f"no sidecar could delete it in the object store for {RELEASE_SECONDS:.0f} s"
-    return [*_released(late, waited), *_released(former, "the job that saved it no longer exists")]
+    return [*_released(late, waited), *_released(former, _UNKNOWN)]
+
+
+_UNKNOWN = "the object does not say which job saved it in which CheckpointStore"
 
 
 def kept_data(checkpoint: Checkpoint, why: str) -> str | None:

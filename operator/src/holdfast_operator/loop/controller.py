@@ -16,6 +16,7 @@ from typing import Any, assert_never
 from holdfast_core import logs
 from holdfast_core.api import (
     CheckpointAdoption,
+    CheckpointPhase,
     CheckpointStore,
     Gang,
     TrainingJob,
@@ -30,19 +31,20 @@ from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.decide import ends
+from holdfast_operator.decide.checkpoints import SETTLE_SECONDS, WRITES_PER_PASS, unsaved
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.scheduling import leaving
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.kube.leadership import LeaseThread
+from holdfast_operator.loop.deletions import Deletions, write_phase
 from holdfast_operator.loop.observe import Observer, Owners, SilenceChecks, TemplateChecks
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.workqueue import WorkQueue
-from holdfast_operator.model.actions import Decision, Delete, EventKind, described
+from holdfast_operator.model.actions import Decision, Delete, described
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Now, Observed, Unreadable
 from holdfast_operator.model.ownership import Key, KeyKind, gang_key, log_fields, store_key
-from holdfast_operator.model.reasons import Reason
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient
@@ -152,6 +154,14 @@ class Controller:
         )
         self._commands = CommandRuns(self._cluster, self._cache, self._sidecar, clock)
         self._stores = Stores(self._cluster, self._cache, events, self._commands, clock)
+        self._deletions = Deletions(
+            self._cluster,
+            self._cache,
+            events,
+            self._commands,
+            self._effects.release_checkpoint,
+            clock,
+        )
         self._memory: dict[JobUid, JobMemory] = {}
         self._log_changes = logs.Changed()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -227,6 +237,10 @@ class Controller:
                 again = await self._stores.reconcile(key.namespace, key.name)
                 if again is not None:
                     self._queue.add_after(key, again)
+                if self._cache.has_deletions(key.namespace, key.name):
+                    again = await self._deletions.reconcile(key.namespace, key.name)
+                    if again is not None:
+                        self._queue.add_after(key, again)
             case _:
                 assert_never(key.kind)
         self._metrics.pass_seconds.labels(key.kind).observe(self._clock.monotonic() - begun)
@@ -235,12 +249,17 @@ class Controller:
         job = self._cache.jobs.get(key)
         if job is None:
             await release_pods(self._cache, self._cluster, key)
-            hidden = self._cache.unreadable.get(_KINDS[key.kind], key.namespace, key.name)
+            hidden, again = (
+                self._cache.unreadable.get(_KINDS[key.kind], key.namespace, key.name),
+                None,
+            )
             if hidden is not None:
                 await self._reports.report(hidden)
             elif not self._cache.jobs.of_name(key.namespace, key.name):
-                await self._release_checkpoints(key)
+                again = await self._release_checkpoints(key)
             self._queue.forget(key)
+            if again is not None:
+                self._queue.add_after(key, again)
             return
         wait = self._cache.wait_seconds(job.uid)
         if wait is not None:
@@ -285,19 +304,30 @@ class Controller:
         jumped = utc - begun_utc - timedelta(seconds=monotonic - begun_monotonic)
         return Now(monotonic, utc, jumped)
 
-    async def _release_checkpoints(self, key: Key) -> None:
-        """Remove our finalizer from those Checkpoints of this missing job that are being deleted.
+    async def _release_checkpoints(self, key: Key) -> float | None:
+        """Let go of the Checkpoints of this missing job, and fail its open requests to save.
 
-        The sidecars that could delete the data are gone with the job, so the finalizer would block the
-        deletion of the Checkpoints and of their namespace forever. Raises HoldfastError where a call
-        fails; the queue then retries the key.
+        Returns:
+            Seconds after which a younger request fails, or None if there is none.
+
+        Our finalizer would block the deletion of the Checkpoints and of their namespace forever. Where there
+        is data to delete, a pod does it (loop/deletions.py). Raises HoldfastError where a call fails; the
+        queue then retries the key.
         """
-        for checkpoint in ends.hanging(self._cache.checkpoints.of(key.namespace, key.name)):
-            await self._effects.release_checkpoint(key.namespace, checkpoint.name, checkpoint.uid)
-            text = ends.kept_data(checkpoint, "the job that saved it no longer exists")
-            if text is not None:
-                await self._events.emit(checkpoint, EventKind.WARNING, Reason.DATA_KEPT, text)
-                logs.warning(text, namespace=key.namespace)
+        known = self._cache.checkpoints.of(key.namespace, key.name)
+        for checkpoint in ends.hanging(known):
+            if not ends.has_data(checkpoint):
+                await self._effects.release_checkpoint(
+                    key.namespace, checkpoint.name, checkpoint.uid
+                )
+        now, waits = self._now(), False
+        for checkpoint in [c for c in known if c.id is None][:WRITES_PER_PASS]:
+            note = unsaved(checkpoint, now)
+            if note is not None:
+                failed, (reason, text) = CheckpointPhase.FAILED, note
+                await write_phase(self._cluster, checkpoint, failed, now, text, reason)
+            waits |= note is None and checkpoint.status.phase is not CheckpointPhase.FAILED
+        return SETTLE_SECONDS if waits else None
 
     def _incomplete(self, key: Key, job: Gang, applied: Applied) -> IncompletePass:
         """Log what was not carried out and return the error that the caller raises.

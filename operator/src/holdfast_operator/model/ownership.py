@@ -49,6 +49,7 @@ class StoreVerb(StrEnum):
     """What a short-lived pod with the keys of a store does (model/command_pods.py)."""
 
     PROBE = "probe"
+    DELETE = "delete"
 
 
 def command_prefix(verb: StoreVerb) -> str:

@@ -282,6 +282,10 @@ class Reason(StrEnum):
     PRUNING = "Pruning"
     DATA_KEPT = "DataKept"
     """A Checkpoint with deletionPolicy DeleteData was deleted, but its data could not be deleted."""
+    DATA_DELETED = "DataDeleted"
+    """Event of a CheckpointStore: a pod has deleted checkpoints of a job that is over, suspended or gone."""
+    DELETE_FAILED = "DeleteFailed"
+    """Event of a CheckpointStore: such a pod failed. It is tried again."""
     STORE_HEALTHY = "StoreHealthy"
 
 

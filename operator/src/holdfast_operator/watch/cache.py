@@ -32,9 +32,11 @@ from holdfast_core.api import (
     VERSION,
     Checkpoint,
     CheckpointAdoption,
+    CheckpointPhase,
     CheckpointStore,
     Gang,
     TrainingJob,
+    WhenDeleted,
 )
 from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
@@ -263,6 +265,18 @@ def _pod_groups(item: Item) -> Iterable[Names]:
             yield "unreadable", item.namespace, owner.uid
 
 
+def _ckpt_groups(checkpoint: Checkpoint) -> Iterable[Names]:
+    yield checkpoint.namespace, checkpoint.job
+    status = checkpoint.status
+    going = (checkpoint.deleting and checkpoint.has_finalizer) or (
+        status.phase is CheckpointPhase.DELETING
+    )
+    if status.store is not None and (
+        going or status.when_deleted not in (None, WhenDeleted.RETAIN)
+    ):
+        yield "store", checkpoint.namespace, status.store
+
+
 def key_of(item: Item) -> Key | None:
     """Return the key of the object that needs a pass when this pod changes."""
     match item:
@@ -313,10 +327,9 @@ class ClusterCache:
         self.pods = PodIndex()
         self.unreadable = unreadable_index()
         """Objects of our own kinds that exist and cannot be parsed."""
-        self.checkpoints: Index[Checkpoint] = Index(
-            lambda c: (c.namespace, c.name), lambda c: [(c.namespace, c.job)]
-        )
-        """Checkpoints by namespace and name, and by namespace and name of their job."""
+        self.checkpoints: Index[Checkpoint] = Index(lambda c: (c.namespace, c.name), _ckpt_groups)
+        """Checkpoints by namespace and name, by namespace and name of their job, and by "store", namespace
+        and name of the store that a pod may have to delete them from (decide/deletions.py)."""
         self.stores: Index[CheckpointStore] = Index(lambda s: (s.namespace, s.name))
         self.nodes = NodeCache()
         self.leases = NodeLeases()
@@ -396,8 +409,10 @@ class ClusterCache:
         for store in self.stores.all():
             self._enqueue(store_key(store.namespace, store.name))
         for group in self.checkpoints.groups():
-            namespace, name = map(str, group)
-            if not self.jobs.of_name(namespace, name):
+            *kind, namespace, name = map(str, group)
+            if kind:
+                self._enqueue(store_key(namespace, name))
+            elif not self.jobs.of_name(namespace, name):
                 self._enqueue(job_key(namespace, name))
         for key in self.pods.job_keys():
             if self.jobs.get(key) is None:
@@ -414,6 +429,15 @@ class ClusterCache:
     def unreadable_objects(self) -> tuple[Unreadable, ...]:
         """Return all objects of our own kinds, and pods of jobs and stores, that cannot be parsed."""
         return (*self.unreadable.all(), *self.pods.unreadable())
+
+    def has_deletions(self, namespace: str, store: str) -> bool:
+        """Return whether a pod may have to delete something in a store, or one is there."""
+        if self.checkpoints.members("store", namespace, store):
+            return True
+        found = self.stores.get(namespace, store)
+        return found is not None and bool(
+            self.pods.commands(namespace, found.uid, StoreVerb.DELETE)
+        )
 
     def pods_without_pass(self, key: Key) -> tuple[PodView, ...]:
         """Return the worker pods of TrainingJobs of this key that are deleted or cannot be parsed."""
@@ -514,6 +538,10 @@ class ClusterCache:
         subject = new or old
         if subject is None:
             return
+        if isinstance(new, Checkpoint):
+            for *kind, namespace, name in _ckpt_groups(new):
+                if kind:
+                    self._enqueue(store_key(str(namespace), str(name)))
         names = {item.job for item in (old, new) if item is not None and item.job is not None}
         for job in self.jobs.of(Checkpoint.KIND, subject.namespace, subject.name):
             self._enqueue(gang_key(job))

@@ -1,0 +1,337 @@
+"""Delete data in a store by short-lived pods (decide/deletions.py), and let go of what cannot be deleted.
+
+One pod runs for a store at a time. An object waits for RELEASE_SECONDS without progress of its store at the
+longest: a store that is down must not prevent the deletion of a namespace. Then the object goes, the data
+stays, and an Event says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from holdfast_core import logs
+from holdfast_core.api import (
+    Checkpoint,
+    CheckpointCondition,
+    CheckpointPhase,
+    CheckpointStore,
+    merge_patch,
+)
+from holdfast_core.clock import Clock
+from holdfast_core.names import first_of, job_prefix
+from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
+from holdfast_operator.decide.checkpoints import WRITES_PER_PASS, with_phase
+from holdfast_operator.decide.deletions import (
+    Deletion,
+    Estate,
+    StoredObjects,
+    deletions,
+    estates,
+    held,
+    obstacle,
+)
+from holdfast_operator.decide.ends import RELEASE_SECONDS, kept_data
+from holdfast_operator.kube.cluster import Cluster, Events
+from holdfast_operator.model.actions import EventKind
+from holdfast_operator.model.command_pods import (
+    CommandFailed,
+    CommandFailure,
+    CommandState,
+    CommandUnderway,
+    StoreCommand,
+)
+from holdfast_operator.model.job import Now, store_view
+from holdfast_operator.model.ownership import StoreVerb, store_key
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.watch.cache import ClusterCache
+
+WAITING_SECONDS = 10.0
+"""Time after which a pass looks again at what waits for a gang, a store or another pod to end."""
+AGAIN_SECONDS = (5.0, 120.0)
+"""Shortest and longest wait after a pod that failed. It doubles with each failure."""
+LIMIT_SECONDS = 600
+Release = Callable[[str, str, str], Awaitable[None]]
+"""Removes our finalizer from the Checkpoint of this namespace, name and uid, and deletes it."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What this process remembers of the deletions in one store."""
+
+    running: Deletion | None = None
+    runs: int = 0
+    moved_at: float = 0.0
+    """When a pod last succeeded."""
+    failures: int = 0
+    again_at: float = 0.0
+    why: str = ""
+    """Why the newest pod failed, or does not run."""
+    emptied: set[str] = field(default_factory=set)
+    """Contracts of deleted jobs that a pod has carried out. Their objects are still being deleted."""
+
+
+class Deletions:
+    """Reconciler of the deletions in CheckpointStores."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        cache: ClusterCache,
+        events: Events,
+        commands: CommandRuns,
+        release: Release,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._events = events
+        self._commands = commands
+        self._release = release
+        self._clock = clock
+        self._seen: dict[str, float] = {}
+        """Monotonic seconds at which this process first saw a deleted object, by uid."""
+        self._progress: dict[tuple[str, str], _Progress] = {}
+        """By namespace and name of the store."""
+
+    async def reconcile(self, namespace: str, name: str) -> float | None:
+        """Run one pass. Return the seconds after which the next one is due, or None. Raises HoldfastError."""
+        group = self._cache.checkpoints.of("store", namespace, name)
+        store = self._cache.stores.get(namespace, name)
+        if store is None or store.deleting:
+            hidden = self._cache.unreadable.get(CheckpointStore.KIND, namespace, name) is not None
+            return await self._without_store(namespace, name, group, hidden=hidden)
+        stored = self._gather(namespace, group)
+        progress = self._progress.setdefault((namespace, name), _Progress())
+        await self._let_late_ones_go(stored, progress)
+        if progress.running is None:
+            found = await self._due(store, stored, progress) if group else None
+            if found is None:
+                await self._commands.end(store, StoreVerb.DELETE)  # of an earlier process
+                going = any(c.status.phase is CheckpointPhase.DELETING or c.deleting for c in group)
+                return WAITING_SECONDS if going or estates(stored) else None
+            progress.running = found
+            progress.runs += 1
+        return await self._look(store, progress)
+
+    async def _due(
+        self, store: CheckpointStore, stored: StoredObjects, progress: _Progress
+    ) -> Deletion | None:
+        """Return what the next pod deletes. What has failed does not keep other jobs from their turn."""
+        if store.available is False:
+            progress.why = f"CheckpointStore {store.name} is not available"
+            return None
+        if self._clock.monotonic() < progress.again_at:
+            return None
+        wanted = [*deletions(stored), *await self._of_estates(store, stored, progress)]
+        return wanted[progress.failures % len(wanted)] if wanted else None
+
+    def _gather(self, namespace: str, group: tuple[Checkpoint, ...]) -> StoredObjects:
+        names = {c.job for c in group}
+        objects = [c for job in names for c in self._cache.checkpoints.of(namespace, job)]
+        gangs = {g.uid: g for job in names for g in self._cache.jobs.of_name(namespace, job)}
+        uids = {c.status.job_uid for c in objects if c.status.job_uid is not None}
+        pods = self._cache.pods
+        return StoredObjects(
+            tuple(objects),
+            gangs,
+            self._cache.jobs.with_source(namespace),
+            {uid for uid in uids if pods.workers(namespace, uid)},
+        )
+
+    # ------------------------------------------------------------------ what cannot be deleted
+
+    async def _without_store(
+        self, namespace: str, name: str, group: tuple[Checkpoint, ...], *, hidden: bool
+    ) -> float | None:
+        """Let go of all objects if the store does not exist, and of late ones if it cannot be parsed."""
+        stored = self._gather(namespace, group)
+        if hidden:
+            progress = self._progress.setdefault((namespace, name), _Progress())
+            progress.why = f"CheckpointStore {name} cannot be read"
+            await self._let_late_ones_go(stored, progress)
+        else:
+            for checkpoint in held(stored)[:WRITES_PER_PASS]:
+                await self._let_go(checkpoint, f"CheckpointStore {name} does not exist")
+        return WAITING_SECONDS if held(stored) else None
+
+    async def _let_late_ones_go(self, stored: StoredObjects, progress: _Progress) -> None:
+        now, waiting = self._clock.monotonic(), held(stored)
+        busy = () if progress.running is None else [c.uid for c in progress.running.objects]
+        late = [
+            c
+            for c in waiting
+            if c.uid not in busy
+            and now - max(self._seen.setdefault(c.uid, now), progress.moved_at) >= RELEASE_SECONDS
+        ]
+        for checkpoint in late[:WRITES_PER_PASS]:
+            why = obstacle(stored, checkpoint) or progress.why or "no pod could delete it"
+            await self._let_go(checkpoint, f"{why}, for {RELEASE_SECONDS:.0f} s")
+
+    async def _let_go(self, checkpoint: Checkpoint, why: str) -> None:
+        await self._release(checkpoint.namespace, checkpoint.name, checkpoint.uid)
+        self._seen.pop(checkpoint.uid, None)
+        text = kept_data(checkpoint, why)
+        if text is not None:
+            await self._events.emit(checkpoint, EventKind.WARNING, Reason.DATA_KEPT, text)
+            logs.warning(text, namespace=checkpoint.namespace)
+
+    # ------------------------------------------------------------------ the pod
+
+    async def _look(self, store: CheckpointStore, progress: _Progress) -> float:
+        """Start the pod, or look at it, and carry out what its end means."""
+        wanted = progress.running
+        assert wanted is not None
+        command, view = _command(store, wanted, progress.runs), store_view(store)
+        state = await self._commands.look(store, command, view)
+        if state is None:
+            state = await self._commands.start(store, command, view)
+        if isinstance(state, CommandUnderway):
+            return LOOK_AGAIN_SECONDS
+        why = _failure(state)
+        if why is None:
+            await self._succeeded(store, wanted, progress)
+        else:
+            await self._failed(store, wanted, progress, state, why)
+        progress.running = None
+        await self._commands.end(store, StoreVerb.DELETE)
+        return LOOK_AGAIN_SECONDS
+
+    async def _succeeded(self, store: CheckpointStore, done: Deletion, progress: _Progress) -> None:
+        progress.moved_at, progress.failures = self._clock.monotonic(), 0
+        progress.again_at, progress.why = 0.0, ""
+        if done.contract.keep is None:
+            for checkpoint in done.objects:
+                await self._release(checkpoint.namespace, checkpoint.name, checkpoint.uid)
+                self._seen.pop(checkpoint.uid, None)
+        else:
+            progress.emptied.add(done.contract.to_json())
+        steps = first_of([str(c.id) for c in done.objects])
+        text = f"the data of job {done.job} (uid {done.contract.job_uid}) is deleted: {steps}"
+        await self._events.emit(store, EventKind.NORMAL, Reason.DATA_DELETED, text)
+        logs.info(text, namespace=store.namespace, store=store.name)
+
+    async def _failed(
+        self,
+        store: CheckpointStore,
+        wanted: Deletion,
+        progress: _Progress,
+        state: CommandState,
+        why: str,
+    ) -> None:
+        now = self._clock.monotonic()
+        shortest, longest = AGAIN_SECONDS
+        progress.again_at = now + min(shortest * 2**progress.failures, longest)
+        progress.failures += 1
+        progress.why = why
+        text = f"deleting data of job {wanted.job} failed, and is tried again: {why}"
+        await self._events.emit(store, EventKind.WARNING, Reason.DELETE_FAILED, text)
+        logs.warning(text, namespace=store.namespace, store=store.name)
+        if _never_starts(state) and wanted.contract.keep is None:
+            for checkpoint in wanted.objects:
+                await self._let_go(checkpoint, why)
+
+    # ------------------------------------------------------------------ jobs that are gone
+
+    async def _of_estates(
+        self, store: CheckpointStore, stored: StoredObjects, progress: _Progress
+    ) -> list[Deletion]:
+        """Return what pods delete of deleted jobs. Mark, and after the deed delete, their objects."""
+        due: list[Deletion] = []
+        for estate in estates(stored):
+            if self._may_change(store.namespace, estate, stored):
+                continue
+            if await self._cluster.job_exists(store.namespace, estate.job, estate.job_uid):
+                continue  # the copies lag, and nothing undoes a deletion
+            unmarked, found = estate.unmarked(), estate.deletion()
+            if unmarked:
+                await self._mark(estate, unmarked[:WRITES_PER_PASS])
+            elif found.contract.to_json() not in progress.emptied:
+                due.append(found)
+            else:
+                for checkpoint in estate.doomed[:WRITES_PER_PASS]:
+                    await self._cluster.delete(
+                        Checkpoint.KIND, checkpoint.namespace, checkpoint.name, checkpoint.uid
+                    )
+        return due
+
+    def _may_change(self, namespace: str, estate: Estate, stored: StoredObjects) -> bool:
+        """Return whether pods of the job may still write, or an object that cannot be parsed may be pinned.
+
+        A job that cannot be parsed exists.
+        """
+        prefix, hidden = job_prefix(estate.job, estate.job_uid), self._cache.unreadable
+        uids = {u.uid for u in hidden.all() if u.namespace == namespace}
+        if estate.job_uid in uids or hidden.of(Checkpoint.KIND, namespace, prefix):
+            return True
+        if estate.job_uid not in stored.with_pods:
+            return False
+        now = self._clock.monotonic()
+        return now - self._seen.setdefault(estate.job_uid, now) < RELEASE_SECONDS
+
+    async def _mark(
+        self, estate: Estate, unmarked: list[tuple[Checkpoint, CheckpointPhase]]
+    ) -> None:
+        now = Now(self._clock.monotonic(), self._clock.utc_now())
+        for checkpoint, phase in unmarked:
+            message = ""
+            if phase is CheckpointPhase.DELETING:
+                message = f"its job was deleted, and retention.whenDeleted was {estate.policy}"
+            await write_phase(self._cluster, checkpoint, phase, now, message)
+
+
+async def write_phase(
+    cluster: Cluster,
+    checkpoint: Checkpoint,
+    phase: CheckpointPhase,
+    now: Now,
+    message: str,
+    reason: Reason | None = None,
+) -> None:
+    """Write the phase of a Checkpoint whose job has no pass. Raises ConflictError and ApiError."""
+    status = with_phase(
+        checkpoint.status,
+        phase,
+        now,
+        pinned=checkpoint.spec.pin,
+        persisted=checkpoint.persisted,
+        copied=checkpoint.status.is_true(CheckpointCondition.REPLICATED),
+        reason=reason,
+        message=message,
+    )
+    await cluster.patch_status(
+        Checkpoint.KIND,
+        checkpoint.namespace,
+        checkpoint.name,
+        checkpoint.resource_version,
+        merge_patch(status),
+    )
+
+
+def _command(store: CheckpointStore, wanted: Deletion, run: int) -> StoreCommand:
+    contract = wanted.contract.to_json()
+    return StoreCommand(
+        verb=StoreVerb.DELETE,
+        arguments=("delete",),
+        seed=f"{run} {contract}",
+        key=store_key(store.namespace, store.name),
+        variables={"HOLDFAST_DELETE": contract},
+        limit_seconds=LIMIT_SECONDS,
+    )
+
+
+def _failure(state: CommandState) -> str | None:
+    """Return why a pod that has ended did not delete everything, or None if it did."""
+    if isinstance(state, CommandFailed):
+        return state.message
+    assert not isinstance(state, CommandUnderway)
+    if isinstance(state.data.get("deleted"), int):
+        return None
+    return f"{state.text('error')}: {state.text('message')}"[:1000]
+
+
+def _never_starts(state: CommandState) -> bool:
+    """Return whether no later pod can succeed: the namespace is going, and takes no pod any more."""
+    if not isinstance(state, CommandFailed) or state.failure is not CommandFailure.REFUSED:
+        return False
+    return "being terminated" in state.message
