@@ -80,6 +80,8 @@ def _status_history(history: Sequence[Object]) -> Iterable[str]:
             chosen[round_] = key
             step = int(point.get("step") or 0)
             floor = int(persisted.get("step", 0)) if int(persisted.get("round", 0)) < round_ else 0
+            if f"s{floor}-r{persisted.get('round')}" in status.get("quarantined", ()):
+                floor = 0  # ranks failed from it, or a drill found it damaged
             if step < floor:
                 yield f"I4: round {round_} restored step {step} although {floor} was persisted"
         committed = "lastCommittedStep" in status

@@ -33,6 +33,12 @@ def ckpt(**changes: Any) -> dict[str, Any]:
     return job_object(checkpoint=changes)
 
 
+def verified_store(**verify: Any) -> dict[str, Any]:
+    """Return a store whose spec.verify has these fields."""
+    store = store_object()
+    return {**store, "spec": {**store["spec"], "verify": verify}}
+
+
 def adoption(**checkpoint: Any) -> dict[str, Any]:
     job = job_object(checkpoint=checkpoint)
     spec = {name: value for name, value in job["spec"].items() if name != "template"}
@@ -468,6 +474,30 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         store_object(credentialsSecretRef=ABSENT),
         ["spec.s3.credentialsSecretRef: Required value"],
     ),
+    "drills all the time": (
+        verified_store(every="5s"),
+        ["spec.verify.every:", 'verify.every is "5s", expected a duration of at least 1m', "24h"],
+    ),
+    "drills each day": (
+        verified_store(every="1d"),
+        ['verify.every is "1d", expected a duration of at least 1m with units h, m, s or ms'],
+    ),
+    "a sample of none": (
+        verified_store(sample=0),
+        ["spec.verify.sample:", "verify.sample must be 1 to 100, got 0: 1 suits most"],
+    ),
+    "a drill without a trigger": (
+        checkpoint_object(verify={"restore": True}),
+        ["spec.verify.trigger: Required value"],
+    ),
+    "a drill for ranks without a restore": (
+        checkpoint_object(verify={"trigger": "now", "worldSize": 4}),
+        ["spec.verify.worldSize:", "is the number of ranks of verify.restore: set restore to true"],
+    ),
+    "a drill for too many ranks": (
+        checkpoint_object(verify={"trigger": "now", "restore": True, "worldSize": 4097}),
+        ["verify.worldSize must be 1 to 4096, got 4097: omit it to let the operator choose"],
+    ),
     "checkpoint of no job": (checkpoint_object(jobRef=ABSENT), ["spec.jobRef: Required value"]),
     "negative step": (
         checkpoint_object(step=-1),
@@ -499,6 +529,12 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "start over never": job_object(failurePolicy={"startOver": {"atMost": "0s"}}),
     "start over after hours": job_object(
         failurePolicy={"startOver": {"atMost": "1h30m", "confirmedRound": 0}}
+    ),
+    "drills with the defaults": verified_store(),
+    "drills of several": verified_store(every="1h30m", sample=3, restore=True),
+    "a drill of one checkpoint": checkpoint_object(verify={"trigger": "now"}),
+    "a drill of one checkpoint for ranks": checkpoint_object(
+        verify={"trigger": "now", "restore": True, "worldSize": 4}
     ),
     "one worker without peers": job_object(workers=1),
     "one worker, no copies": job_object(workers=1, checkpoint={"peer": {"copies": 0}}),

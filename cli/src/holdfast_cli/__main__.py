@@ -1,4 +1,4 @@
-"""`kubectl holdfast`: show jobs and their checkpoints, request saves, prune, and start lost jobs over."""
+"""`kubectl holdfast`: show jobs and their checkpoints, request saves, prune, verify, and start jobs over."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from holdfast_cli.cluster import VERSION, ClusterClient, ClusterError
+from holdfast_cli.drilling import verify_checkpoint
 from holdfast_cli.gangs import KINDS, MemberPod, obstacle_to_start_over
 from holdfast_cli.pruning import prune_store
 from holdfast_cli.question import confirm
@@ -22,12 +23,12 @@ from holdfast_core.names import GROUP
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the names of pods
 _DESCRIPTION = (
-    "Show training jobs and their checkpoints, request saves, prune the object store, and start jobs over "
-    "that have lost every checkpoint."
+    "Show training jobs and their checkpoints, request saves, prune and verify what is in the object store, "
+    "and start jobs over that have lost every checkpoint."
 )
 _EXIT_CODES = (
     "Exit codes: 0 success; 1 the cluster cannot be reached, it refused the request, or the save failed "
-    "(the message says why); 2 wrong usage; 130 interrupted."
+    "(the message says why); 2 wrong usage; 130 interrupted. `verify` also has 3 and 4."
 )
 
 
@@ -108,6 +109,28 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(prune)
     prune.set_defaults(run=prune_store)
 
+    verify = verbs.add_parser(
+        "verify",
+        help="read every byte of a checkpoint in the object store, and compare the digests",
+        description="Request a drill of a checkpoint, and wait for what it finds. Exit code: 0 intact, 1 not "
+        "read to its end, 3 damaged, 4 not restorable.",
+    )
+    verify.add_argument("checkpoint", help="a Checkpoint that is in an object store")
+    verify.add_argument(
+        "--restore",
+        action="store_true",
+        help="also assemble the state for another number of ranks, and compare",
+    )
+    verify.add_argument(
+        "--world-size",
+        type=int,
+        default=None,
+        metavar="M",
+        help="number of ranks of --restore (default: half as many as saved it)",
+    )
+    verify.add_argument("--no-wait", action="store_true", help="request the drill only")
+    verify.set_defaults(run=verify_checkpoint)
+
     restart = verbs.add_parser(
         "restart", help="start a job over that has lost all of its checkpoints and waits for that"
     )
@@ -122,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         "-y", "--yes", action="store_true", help="do not ask (needed without a terminal)"
     )
     restart.set_defaults(run=_restart)
-    for verb in (status, checkpoints, save, prune, restart):
+    for verb in (status, checkpoints, save, prune, verify, restart):
         _add_place(verb, argparse.SUPPRESS)
     for verb in (status, checkpoints):
         verb.add_argument(

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from enum import IntEnum
 from typing import Any, Self
 
 from holdfast_core.errors import ConfigError
@@ -106,6 +107,20 @@ class StoreConfig:
         return config
 
 
+MAX_DRILL_RANKS = 4096
+"""Largest number of ranks for which a drill assembles the state. Each rank takes at least one request."""
+
+
+class DrillExit(IntEnum):
+    """Exit codes of the programs that drill. 2 is a wrong command line."""
+
+    INTACT = 0
+    NOT_READ = 1
+    """Nothing is known: the store is down, or it has no such checkpoint."""
+    DAMAGED = 3
+    NOT_RESTORABLE = 4
+
+
 @dataclass(frozen=True, slots=True)
 class DrillContract:
     """Which checkpoint a drill reads, passed as JSON in one variable."""
@@ -118,7 +133,7 @@ class DrillContract:
     round: int | None = None
     """None: the newest round that has the step."""
     manifest: str | None = None
-    """Digest of the manifest, if it is known."""
+    """Digest of the manifest, if it is known. With step and round: a missing manifest is damage."""
     world_size: int | None = None
     """Number of ranks for which the state is assembled. None: it is not assembled."""
 

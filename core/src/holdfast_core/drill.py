@@ -19,11 +19,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from functools import partial
 from typing import Protocol, TypeVar
 
 from holdfast_core.closing import Closing
+from holdfast_core.contract import MAX_DRILL_RANKS, DrillExit
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
@@ -69,8 +70,6 @@ from holdfast_core.tiers.base import ShardSource
 
 T = TypeVar("T")
 
-MAX_WORLD_SIZE = 4096
-"""Largest number of ranks for which a drill assembles the state. Each rank takes at least one request."""
 PIECE_BYTES = 8 << 20
 """Bytes of the state that are assembled at a time, unless a single element is longer."""
 _WINDOW_BYTES = 4 << 20
@@ -85,16 +84,6 @@ _MAX_BAD = 100
 _REPORT_BYTES = 4000
 """Longest JSON of a report. Kubernetes keeps 4,096 bytes of a termination message."""
 _REPORT_TEXT = 300
-
-
-class DrillExit(IntEnum):
-    """Exit codes of the programs that drill. 2 is a wrong command line."""
-
-    INTACT = 0
-    NOT_READ = 1
-    """Nothing is known: the store is down, or it has no such checkpoint."""
-    DAMAGED = 3
-    NOT_RESTORABLE = 4
 
 
 class Damage(StrEnum):
@@ -247,8 +236,8 @@ def drill(
         TierError: Another failure of the place.
     """
     size = request.world_size
-    if size is not None and not 1 <= size <= MAX_WORLD_SIZE:
-        raise ConfigError(f"world size {size}: expected 1 to {MAX_WORLD_SIZE} ranks")
+    if size is not None and not 1 <= size <= MAX_DRILL_RANKS:
+        raise ConfigError(f"world size {size}: expected 1 to {MAX_DRILL_RANKS} ranks")
     began = now()
     reading = _Drill(place, request)
     manifest = reading.look(_MANIFEST, reading.manifest)

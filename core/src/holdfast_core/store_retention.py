@@ -63,6 +63,25 @@ def quarantined(gang: Gang) -> frozenset[CheckpointId]:
     return frozenset(q for q in gang.status.quarantined if q.step not in released)
 
 
+def restored_instead(
+    gang: Gang | None, checkpoints: Iterable[Checkpoint], but: CheckpointId
+) -> Checkpoint | None:
+    """Return the newest checkpoint in the object store that the gang would restore if not `but`, or None.
+
+    Args:
+        gang: The gang, or None if it is gone: then its lineage is not known.
+        checkpoints: The gang's own Checkpoints.
+    """
+    apart = frozenset[CheckpointId]() if gang is None else quarantined(gang)
+    found = [
+        c
+        for c in checkpoints
+        if is_stored(c) and (id_ := c.id) is not None and id_ not in apart and id_ != but
+        if not c.damaged and (gang is None or on_lineage(id_, gang.status.lineage))
+    ]
+    return max(found, key=lambda c: (c.spec.step or 0, c.status.round or 0), default=None)
+
+
 def needed_in_store(
     gang: Gang, checkpoints: Iterable[Checkpoint], cloned: Collection[str]
 ) -> dict[RetentionReason, Collection[CheckpointId]]:

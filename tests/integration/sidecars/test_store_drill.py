@@ -92,6 +92,15 @@ def test_a_checkpoint_that_is_not_there(bed: Bed) -> None:
     assert (status, report["error"]) == (1, "NotFoundError")
 
 
+@pytest.mark.fault("The store lacks the manifest of a checkpoint that was committed")
+def test_a_missing_manifest_of_a_committed_checkpoint_is_damage(bed: Bed) -> None:
+    status, report = bed.run(step=7, round=0)
+    assert status == 3
+    assert [(b["part"], b["damage"]) for b in report["bad"]] == [("manifest", "Missing")]
+    status, report = bed.run(step=7, round=0, job_uid=JobUid("0" * 8))
+    assert (status, report["error"]) == (1, "NotFoundError"), "bucket or prefix may be wrong"
+
+
 @pytest.mark.fault("The store is down while a drill pod runs")
 def test_a_store_that_is_down_is_no_damage(bed: Bed) -> None:
     down = StoreConfig(f"127.0.0.1:{free_port()}", False, "bucket", "drill", "us-east-1")

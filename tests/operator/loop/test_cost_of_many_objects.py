@@ -18,6 +18,7 @@ from tests.support.operator.fake_api import FakeApi
 from holdfast_core.api import CheckpointAdoption, TrainingJob
 from holdfast_core.names import job_prefix
 from holdfast_operator.apply.command_runs import CommandRuns
+from holdfast_operator.loop.drills import Drills
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.model.installation import SidecarSettings
@@ -149,7 +150,8 @@ async def test_a_pass_over_a_store_costs_the_same_beside_any_number_of_gangs_tha
         nothing = cast(Any, Nothing())
         clock = ManualClock()
         commands = CommandRuns(nothing, cache, SidecarSettings("image:1"), clock)
-        stores = Stores(nothing, cache, nothing, commands, clock)
+        drills = Drills(nothing, cache, nothing, commands, nothing, clock)
+        stores = Stores(nothing, cache, nothing, commands, drills, clock)
         finished(stores.reconcile("team-a", "main"))
         costs.append(operations(lambda: finished(stores.reconcile("team-a", "main"))))  # noqa: B023
     assert costs[1] - costs[0] < NOISE

@@ -38,6 +38,7 @@ class World:
             last_persisted=RestorePoint(NEWEST.step, NEWEST.round),
             round=self.ledger.round,
             restore_point=RestorePoint(NEWEST.step, NEWEST.round),
+            quarantined=(),
         )
         self.uploads = GangUploads(
             CONTRACT,

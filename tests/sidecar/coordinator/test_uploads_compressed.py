@@ -33,7 +33,11 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
     def round_with(compression: str) -> Mock:
         policy = Policy(1, object_every_steps=10, object_compression=compression)
         return Mock(
-            policy=policy, last_persisted=None, round=ledger.round, restore_point=RestorePoint()
+            policy=policy,
+            last_persisted=None,
+            round=ledger.round,
+            restore_point=RestorePoint(),
+            quarantined=(),
         )
 
     store = ObjectTier(MemoryObjectStore())

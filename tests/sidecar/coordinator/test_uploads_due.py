@@ -36,7 +36,13 @@ def uploads(
     point = RestorePoint() if restored is None else RestorePoint(Step(restored), RestartRound(0))
     return GangUploads(
         CONTRACT,
-        Mock(policy=policy, last_persisted=last, round=ledger.round, restore_point=point),
+        Mock(
+            policy=policy,
+            last_persisted=last,
+            round=ledger.round,
+            restore_point=point,
+            quarantined=(),
+        ),
         Mock(),
         ledger=ledger,
         versioned=Mock(),

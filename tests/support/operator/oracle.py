@@ -84,12 +84,16 @@ def _choices(cluster: FakeCluster, copies: int) -> list[str]:
             if before is not None and not is_ancestor(point, before, bases):
                 found.append(f"round {round_} starts from {point}, which is off the lineage")
         persisted = choice.status.get("lastPersisted")
+        # A quarantined checkpoint is not restored: ranks failed from it, or a drill found it damaged.
+        apart = set(choice.status.get("quarantined", ()))
+        if persisted is not None and f"s{persisted['step']}-r{persisted['round']}" in apart:
+            persisted = None
         if persisted is not None and (point is None or point.step < persisted["step"]):
             found.append(f"round {round_} starts from {point}, below lastPersisted {persisted}")
         for promise in cluster.gang.promises:
             if before is None or promise.id.round >= round_:
                 continue
-            if not is_ancestor(promise.id, before, bases):
+            if not is_ancestor(promise.id, before, bases) or str(promise.id) in apart:
                 continue
             kept = holds(promise, choice.readable_members, copies)
             if kept and (point is None or point.step < promise.id.step):

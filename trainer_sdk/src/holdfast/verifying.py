@@ -6,7 +6,8 @@ import argparse
 import sys
 
 from holdfast.reading.opening import verify
-from holdfast_core.drill import DrillExit, DrillReport
+from holdfast_core.contract import DrillExit
+from holdfast_core.drill import DrillReport
 from holdfast_core.errors import ConfigError, HoldfastError
 
 VERB = "verify"

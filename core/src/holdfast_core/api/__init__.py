@@ -21,6 +21,7 @@ from holdfast_core.api.base import (
     strict,
 )
 from holdfast_core.api.checkpoint import (
+    DAMAGED,
     MAX_CHECKPOINT_METRICS,
     Checkpoint,
     CheckpointCondition,
@@ -28,6 +29,8 @@ from holdfast_core.api.checkpoint import (
     CheckpointSpec,
     CheckpointStatus,
     DeletionPolicy,
+    DrillStatus,
+    RequestedDrill,
 )
 from holdfast_core.api.checkpoint_adoption import (
     GANGS,
@@ -54,7 +57,9 @@ from holdfast_core.api.checkpoint_store import (
     CheckpointStoreStatus,
     S3Spec,
     StoreCondition,
+    StoreDrills,
     StoreFeatures,
+    VerifySpec,
 )
 from holdfast_core.api.failure_policy import (
     AvoidNodesSpec,
@@ -99,6 +104,7 @@ from holdfast_core.api.training_job_status import (
 __all__ = [
     "API_VERSION",
     "CATEGORY",
+    "DAMAGED",
     "GANGS",
     "GROUP",
     "MAX_CHECKPOINT_METRICS",
@@ -129,6 +135,7 @@ __all__ = [
     "ConditionStatus",
     "DeletionPolicy",
     "Detection",
+    "DrillStatus",
     "ElasticSpec",
     "ElasticStatus",
     "EphemeralVolumeSpec",
@@ -152,6 +159,7 @@ __all__ = [
     "PodConditionPattern",
     "PromotedSpare",
     "RecoveryStatus",
+    "RequestedDrill",
     "ResizeStatus",
     "RestartRecord",
     "RestorePointStatus",
@@ -161,12 +169,14 @@ __all__ = [
     "SparesStatus",
     "StartOverSpec",
     "StoreCondition",
+    "StoreDrills",
     "StoreFeatures",
     "StragglersSpec",
     "TrainingJob",
     "TrainingJobSpec",
     "TrainingJobStatus",
     "Variable",
+    "VerifySpec",
     "WhenDeleted",
     "changed",
     "merge_patch",

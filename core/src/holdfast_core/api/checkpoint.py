@@ -22,8 +22,11 @@ from holdfast_core.api.base import (
 from holdfast_core.api.checkpoint_policy import WhenDeleted
 from holdfast_core.api.rules import cel_rules, remedy, rule, size_text
 from holdfast_core.api.training_job_status import DigestField, RoundField
+from holdfast_core.contract import MAX_DRILL_RANKS
 from holdfast_core.ids import CheckpointId, JobUid, Step
 
+DAMAGED = "Damaged"
+"""Reason of Verified=False, and of Quarantined, where the store has wrong bytes or lacks some."""
 MAX_CHECKPOINT_METRICS = 16
 """A job may have thousands of Checkpoint objects, which the operator keeps in memory."""
 
@@ -55,6 +58,49 @@ class CheckpointCondition(StrEnum):
     RESTORABLE = "Restorable"
     PINNED = "Pinned"
     QUARANTINED = "Quarantined"
+    VERIFIED = "Verified"
+    """Absent until the first drill. Unknown: a drill could not read the checkpoint, which is no damage."""
+
+
+class RequestedDrill(ApiModel):
+    """A drill of this checkpoint, as soon as no other drill of its store runs."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "!has(self.worldSize) || self.restore",
+                message="verify.worldSize is the number of ranks of verify.restore: set restore to true, or "
+                "omit worldSize",
+                field_path=".worldSize",
+            )
+        )
+    )
+
+    trigger: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=64,
+            description="Any text. A change of it requests a drill; status.drill.trigger has it afterwards. "
+            "`kubectl holdfast verify` writes the time.",
+        ),
+    ]
+    restore: Annotated[
+        bool,
+        Field(
+            description="true: also assemble the state for another number of ranks, and compare."
+        ),
+    ] = False
+    world_size: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_DRILL_RANKS,
+            description="Number of ranks for which the state is assembled. Default: half as many as saved "
+            "it, and 2 for one rank.",
+            json_schema_extra=remedy("omit it to let the operator choose"),
+        ),
+    ] = None
 
 
 class CheckpointSpec(ApiModel):
@@ -101,6 +147,38 @@ class CheckpointSpec(ApiModel):
             "checkpoints need stay, and the data of a pinned checkpoint does."
         ),
     ] = DeletionPolicy.RETAIN
+    verify: Annotated[
+        RequestedDrill | None,
+        Field(description="Request to read every byte of it in the object store now."),
+    ] = None
+
+
+class DrillStatus(ApiModel):
+    """The newest drill."""
+
+    ended_at: Annotated[
+        Timestamp, Field(description="When it ended, with a result or without (UTC).")
+    ]
+    trigger: Annotated[
+        str,
+        Field(
+            max_length=64,
+            description="spec.verify.trigger of the newest request that was fulfilled.",
+        ),
+    ] = ""
+    bytes: Annotated[int, Field(ge=0, description="Payload bytes that it read and compared.")] = 0
+    seconds: Annotated[float, Field(ge=0, description="Seconds that reading took.")] = 0.0
+    gib_per_second: Annotated[
+        float,
+        Field(ge=0, description="Both as GiB/s."),
+    ] = 0.0
+    world_size: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Number of ranks for which it assembled the state. Absent: it did not.",
+        ),
+    ] = None
 
 
 class CheckpointStatus(WithConditions):
@@ -160,6 +238,15 @@ class CheckpointStatus(WithConditions):
             f"{MAX_CHECKPOINT_METRICS} by name, and that of retention.keepBest among them.",
         ),
     ] = Field(default_factory=dict)
+    verified_at: Annotated[
+        Timestamp | None,
+        Field(
+            description="When a drill last read it to its end, whatever condition Verified says (UTC)."
+        ),
+    ] = None
+    drill: Annotated[
+        DrillStatus | None, Field(description="The newest drill. Absent: there was none.")
+    ] = None
     conditions: Conditions = ()
     observed_generation: Annotated[
         int | None, Field(ge=0, description="metadata.generation that this status describes.")
@@ -205,6 +292,17 @@ class Checkpoint(ApiObject):
         if self.spec.step is None or self.status.round is None:
             return None
         return CheckpointId(self.spec.step, self.status.round)
+
+    @property
+    def damaged(self) -> bool:
+        """Return whether the newest drill that read it to its end found damage in the store."""
+        found = self.status.condition(CheckpointCondition.VERIFIED)
+        return found is not None and found.is_false and found.reason == DAMAGED
+
+    @property
+    def drill_requested(self) -> bool:
+        wanted, drill = self.spec.verify, self.status.drill
+        return wanted is not None and (drill is None or drill.trigger != wanted.trigger)
 
     @property
     def persisted(self) -> bool:

@@ -5,6 +5,7 @@ Only sidecars ever read the keys; the operator knows the name of the Secret, not
 
 from __future__ import annotations
 
+from datetime import timedelta
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
@@ -19,7 +20,7 @@ from holdfast_core.api.base import (
     Timestamp,
     WithConditions,
 )
-from holdfast_core.api.rules import cel_rules, remedy, rule
+from holdfast_core.api.rules import DURATION, cel_rules, parse_duration, remedy, rule
 
 
 class StoreCondition(StrEnum):
@@ -124,10 +125,59 @@ class S3Spec(ApiModel):
     ] = 4
 
 
+class VerifySpec(ApiModel):
+    """Drills: short-lived pods that read every byte of checkpoints of this store."""
+
+    every: Annotated[
+        str,
+        DURATION,
+        Field(
+            max_length=32,
+            description="Time from the start of one round of drills to the next, at least 1m.",
+            json_schema_extra=cel_rules(
+                rule(
+                    r"self.matches('^([0-9]+(\\.[0-9]+)?(ms|s|m|h))+$') && "
+                    "duration(self) >= duration('1m')",
+                    message_expression=(
+                        '\'verify.every is "%s", expected a duration of at least 1m with units h, m, s or '
+                        "ms: write for example 24h'.format([self])"
+                    ),
+                )
+            ),
+        ),
+    ] = "24h"
+    sample: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=100,
+            description="Number of checkpoints that each round drills, one after the other. Those come "
+            "first whose last drill is the longest ago.",
+            json_schema_extra=remedy("1 suits most; a round of many large checkpoints takes long"),
+        ),
+    ] = 1
+    restore: Annotated[
+        bool,
+        Field(
+            description="true: also assemble the state for another number of ranks, and compare tensors."
+        ),
+    ] = False
+
+    @property
+    def interval(self) -> timedelta:
+        return parse_duration(self.every)
+
+
 class CheckpointStoreSpec(ApiModel):
     """The object store."""
 
     s3: Annotated[S3Spec, Field(description="An S3-compatible object store.")]
+    verify: Annotated[
+        VerifySpec | None,
+        Field(
+            description="Drill checkpoints of this store from time to time. Default: only on request."
+        ),
+    ] = None
 
 
 class StoreFeatures(ApiModel):
@@ -143,8 +193,38 @@ class StoreFeatures(ApiModel):
     range_get: Annotated[bool | None, Field(description="Ranged reads work.")] = None
 
 
+class StoreDrills(ApiModel):
+    """The drills of the store's checkpoints."""
+
+    round_at: Annotated[
+        Timestamp | None, Field(description="When the newest round of spec.verify began (UTC).")
+    ] = None
+    left: Annotated[int, Field(ge=0, description="Drills that are left in this round.")] = 0
+    count: Annotated[int, Field(ge=0, description="Drills of all rounds.")] = 0
+    checkpoint: Annotated[
+        str, Field(max_length=253, description="Checkpoint that is drilled now. Empty: none.")
+    ] = ""
+    uid: Annotated[str, Field(max_length=64, description="uid of that Checkpoint.")] = ""
+    since: Annotated[
+        Timestamp | None, Field(description="When its drill was decided on (UTC).")
+    ] = None
+    trigger: Annotated[
+        str,
+        Field(
+            max_length=64, description="The request that this drill fulfils. Empty: spec.verify."
+        ),
+    ] = ""
+    again_after: Annotated[
+        Timestamp | None,
+        Field(
+            description="Before this time no further drill of the round begins, because one could not "
+            "read its checkpoint (UTC)."
+        ),
+    ] = None
+
+
 class CheckpointStoreStatus(WithConditions):
-    """What the newest probe saw."""
+    """What the newest probe saw, and the drills."""
 
     conditions: Conditions = ()
     features: Annotated[
@@ -153,6 +233,9 @@ class CheckpointStoreStatus(WithConditions):
     last_probe: Annotated[
         Timestamp | None, Field(description="When the store was last probed (UTC).")
     ] = None
+    drills: Annotated[StoreDrills | None, Field(description="Drills. Absent: there was none.")] = (
+        None
+    )
     observed_generation: Annotated[
         int | None, Field(ge=0, description="metadata.generation that this status describes.")
     ] = None

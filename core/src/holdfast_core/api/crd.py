@@ -247,6 +247,12 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
         ),
         _column("Size", "string", ".status.size", "Size of all shards."),
         _column(
+            "Verified",
+            "string",
+            '.status.conditions[?(@.type=="Verified")].status',
+            "Whether the newest drill found every byte in the object store as it was saved.",
+        ),
+        _column(
             "Pinned",
             "boolean",
             ".spec.pin",

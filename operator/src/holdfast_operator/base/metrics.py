@@ -24,11 +24,13 @@ from prometheus_client import (
 from holdfast_core import logs
 from holdfast_core.api import Gang, JobCondition, RecoveryStatus, TrainingJobStatus
 from holdfast_core.clock import Clock
+from holdfast_core.contract import DrillExit
 from holdfast_core.net.listener import Port
 from holdfast_operator.model.reasons import Reason
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 600)
 _JOB = ("namespace", "job")
+_STORE = ("namespace", "store")
 
 
 def _is_started_over(status: TrainingJobStatus) -> bool:
@@ -71,6 +73,22 @@ class Metrics:
             "holdfast_checkpoints_pruned",
             "Checkpoints that were deleted from the object store, by the retention or by a person.",
             _JOB,
+        )
+        self._drills = counter(
+            "holdfast_drills",
+            "Drills of checkpoints in an object store that have ended, by result: intact, damaged, "
+            "not_restorable, not_read.",
+            (*_STORE, "result"),
+        )
+        self._drill_bytes = counter(
+            "holdfast_drill_read_bytes",
+            "Payload bytes that drills have read and compared.",
+            _STORE,
+        )
+        self._drill_seconds = counter(
+            "holdfast_drill_read_seconds",
+            "Seconds in which drills have read them.",
+            _STORE,
         )
         self._timeouts = counter(
             "holdfast_schedule_timeouts",
@@ -242,6 +260,14 @@ class Metrics:
     def pruned(self, job: Gang) -> None:
         """Count a checkpoint that was deleted from the object store."""
         self._pruned.labels(job.namespace, job.name).inc()
+
+    def drilled(
+        self, namespace: str, store: str, result: DrillExit, read_bytes: int, seconds: float
+    ) -> None:
+        """Count a drill that has ended."""
+        self._drills.labels(namespace, store, result.name.lower()).inc()
+        self._drill_bytes.labels(namespace, store).inc(read_bytes)
+        self._drill_seconds.labels(namespace, store).inc(seconds)
 
     def forget(self, namespace: str, job: str) -> None:
         """Remove the series of a job that is gone."""

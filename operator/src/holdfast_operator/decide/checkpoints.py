@@ -228,6 +228,7 @@ class _Look:
         self._world = world
         over = world.status.completion_time is not None
         self._quarantined = frozenset() if over else quarantined(world)
+        self._released = world.spec.failure_policy.released_steps
         self._when_deleted = world.spec.checkpoint.retention.when_deleted
         self._store = self._of_store()
         self._absent = missing_ids(world)
@@ -254,10 +255,13 @@ class _Look:
         if status.is_true(CheckpointCondition.PINNED) is not pinned:
             why = Reason.PINNED if pinned else Reason.NOT_PINNED
             status = status.with_condition(CheckpointCondition.PINNED, pinned, why, "", now)
-        apart = id_ in self._quarantined
+        damaged = checkpoint.damaged and checkpoint.spec.step not in self._released
+        apart = damaged or id_ in self._quarantined
         if status.is_true(CheckpointCondition.QUARANTINED) is not apart:
             why, text = Reason.RELEASED, ""
-            if apart:
+            if damaged:
+                why, text = Reason.DAMAGED, _DAMAGED
+            elif apart:
                 why, text = Reason.QUARANTINED, _QUARANTINED
             kind = CheckpointCondition.QUARANTINED
             status = status.with_condition(kind, apart, why, text, now)
@@ -282,8 +286,9 @@ class _Look:
         self, status: CheckpointStatus, id_: CheckpointId
     ) -> tuple[bool | None, Reason, str] | None:
         """Return whether the job could restore the checkpoint. None: nothing new is known."""
-        if id_ in self._quarantined:
-            return False, Reason.QUARANTINED, _QUARANTINED
+        quarantine = status.condition(CheckpointCondition.QUARANTINED)
+        if quarantine is not None and quarantine.is_true:
+            return False, Reason(quarantine.reason), quarantine.message
         if not status.is_true(CheckpointCondition.PERSISTED):
             return self._on_nodes(id_)
         if id_ in self._absent:
@@ -341,6 +346,7 @@ class _Look:
 
 
 _COMPLETE = "the nodes of the job have every shard"
+_DAMAGED = "a drill found damage; the job does not restore it"
 _QUARANTINED = (
     "ranks that restored it failed repeatedly; the job does not restore it. failurePolicy.releasedSteps "
     "releases it"

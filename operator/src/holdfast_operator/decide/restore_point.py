@@ -141,6 +141,8 @@ def choose(world: World) -> Choice:
     if apart and unknown:
         text = f"workers {first_of([m.worker for m in unknown])} have not answered yet: {_MAY_HAVE_OLDER}"
         return Wait(Note(Reason.WAITING_FOR_HOLDERS, text))
+    if apart and readable.damaged(world).keys() >= set(apart):
+        return _started_over(world, apart[0].step)
     if apart:
         text = (
             f"step {apart[0].step} of round {apart[0].round} is quarantined, and no other checkpoint can be "
@@ -272,7 +274,10 @@ def _started_over(world: World, committed: Step) -> Choice:
     A quarantined checkpoint may still be there. So only a person gives it up.
     """
     lost, apart = start_over.loss(world, committed), _quarantined_above(world, None)
-    why = f"step {committed} was committed, but every copy of one of its shards is lost"
+    what = "every copy of one of its shards is lost"
+    if committed in {c.step for c in apart}:
+        what = "a drill found damage in it"
+    why = f"step {committed} was committed, but {what}"
     if start_over.is_confirmed(world) or (not apart and start_over.is_small(world, lost)):
         choice = _from_spec(world, None)
         if not isinstance(choice, Chosen):

@@ -38,6 +38,7 @@ from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.kube.leadership import LeaseThread
 from holdfast_operator.loop.deletions import Deletions, write_phase
+from holdfast_operator.loop.drills import Drills
 from holdfast_operator.loop.observe import Observer, Owners, SilenceChecks, TemplateChecks
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.workqueue import WorkQueue
@@ -153,7 +154,8 @@ class Controller:
             self.enqueue,
         )
         self._commands = CommandRuns(self._cluster, self._cache, self._sidecar, clock)
-        self._stores = Stores(self._cluster, self._cache, events, self._commands, clock)
+        drills = Drills(self._cluster, self._cache, events, self._commands, metrics, clock)
+        self._stores = Stores(self._cluster, self._cache, events, self._commands, drills, clock)
         self._deletions = Deletions(
             self._cluster,
             self._cache,

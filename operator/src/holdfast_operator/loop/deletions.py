@@ -96,7 +96,7 @@ class Deletions:
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Run one pass. Return the seconds after which the next one is due, or None. Raises HoldfastError."""
-        group = self._cache.checkpoints.of("store", namespace, name)
+        group = self._cache.checkpoints.of("delete", namespace, name)
         store = self._cache.stores.get(namespace, name)
         if store is None or store.deleting:
             hidden = self._cache.unreadable.get(CheckpointStore.KIND, namespace, name) is not None

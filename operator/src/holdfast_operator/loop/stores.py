@@ -1,4 +1,4 @@
-"""Keep each CheckpointStore's condition up to date by probes.
+"""Keep each CheckpointStore's condition up to date by probes. Drills run while no probe does.
 
 The operator holds no store keys, so a short-lived pod probes (model/command_pods.py). The rules are pure
 functions: when a probe is due, its command, and the meaning of its result. `Stores` gathers their inputs and
@@ -22,6 +22,7 @@ from holdfast_core.api import (
 from holdfast_core.clock import Clock
 from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
 from holdfast_operator.kube.cluster import Cluster, Events
+from holdfast_operator.loop.drills import Drills
 from holdfast_operator.model.command_pods import (
     CommandFailed,
     CommandFailure,
@@ -149,12 +150,14 @@ class Stores:
         cache: ClusterCache,
         events: Events,
         commands: CommandRuns,
+        drills: Drills,
         clock: Clock,
     ) -> None:
         self._cluster = cluster
         self._cache = cache
         self._events = events
         self._commands = commands
+        self._drills = drills
         self._clock = clock
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
@@ -172,14 +175,17 @@ class Stores:
             # A deleted store's pods are garbage-collected; those of an unreadable store stay.
             return None
         if store.deleting:
-            await self._commands.end(store, StoreVerb.PROBE)
+            for verb in StoreVerb:
+                await self._commands.end(store, verb)
             return None
         command, view = probe_command(store), store_view(store)
         state = await self._commands.look(store, command, view)
         if state is None:
             now = self._clock.utc_now()
             if not probe_due(store, self._cache.jobs.newest_start(namespace, name), now):
-                return next_look_seconds(store, now)
+                drill_seconds = await self._drills.reconcile(store)
+                waits = (next_look_seconds(store, now), drill_seconds)
+                return min((seconds for seconds in waits if seconds is not None), default=None)
             state = await self._commands.start(store, command, view)
         if not isinstance(state, CommandUnderway):
             await self._write(store, result_of(state))

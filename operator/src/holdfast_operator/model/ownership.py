@@ -50,6 +50,7 @@ class StoreVerb(StrEnum):
 
     PROBE = "probe"
     DELETE = "delete"
+    DRILL = "drill"
 
 
 def command_prefix(verb: StoreVerb) -> str:

@@ -10,6 +10,7 @@ import re
 import signal
 from enum import StrEnum
 
+from holdfast_core.api import DAMAGED as _DAMAGED
 from holdfast_core.messages.schema import CHECKPOINT_MISSING as _MISSING
 from holdfast_core.messages.schema import DeadRank, MemoryUse
 
@@ -177,7 +178,21 @@ class Reason(StrEnum):
     """Ranks that restored a checkpoint failed repeatedly before they had finished a step. It is kept, and the
     gang restores an older one."""
     RELEASED = "Released"
-    """No checkpoint is quarantined any more: a user has released it, or the job has ended."""
+    """No checkpoint is quarantined any more: a user has released it, a later drill found it intact, or the
+    job has ended."""
+
+    # --- Verified (of a Checkpoint)
+    INTACT = "Intact"
+    """A drill has read every byte in the object store, and all digests match."""
+    DAMAGED = _DAMAGED
+    """A drill has found a part in the object store that is missing, cut, swapped or wrong. The message names
+    it. The checkpoint is quarantined. Also the reason of its condition Quarantined."""
+    NOT_RESTORABLE = "NotRestorable"
+    """No byte is damaged, but the state cannot be assembled for the number of ranks that the drill asked
+    for."""
+    NOT_READ = "NotRead"
+    """The drill has not read the checkpoint to its end, so nothing is known. StoreUnavailable stands for a
+    store that did not answer or refused the keys."""
 
     # --- NodesAvoided
     NODES_FAILED = "NodesFailed"

@@ -178,6 +178,26 @@ def _named(job: Gang) -> Iterable[Names]:
         yield "source", job.namespace
 
 
+def _checkpoint_groups(checkpoint: Checkpoint) -> Iterable[Names]:
+    yield checkpoint.namespace, checkpoint.job
+    yield from _store_groups(checkpoint)
+
+
+def _store_groups(checkpoint: Checkpoint) -> Iterable[tuple[str, str, str]]:
+    status = checkpoint.status
+    if status.store is None:
+        return
+    namespace, store = checkpoint.namespace, status.store
+    yield "store", namespace, store
+    if checkpoint.drill_requested:
+        yield "drill", namespace, store
+    going = (checkpoint.deleting and checkpoint.has_finalizer) or (
+        status.phase is CheckpointPhase.DELETING
+    )
+    if going or status.when_deleted not in (None, WhenDeleted.RETAIN):
+        yield "delete", namespace, store
+
+
 def _starts(job: Gang) -> bool:
     """Return whether the job has a store and no round yet."""
     return job.spec.store is not None and job.status.restart_round is None and not job.deleting
@@ -265,18 +285,6 @@ def _pod_groups(item: Item) -> Iterable[Names]:
             yield "unreadable", item.namespace, owner.uid
 
 
-def _ckpt_groups(checkpoint: Checkpoint) -> Iterable[Names]:
-    yield checkpoint.namespace, checkpoint.job
-    status = checkpoint.status
-    going = (checkpoint.deleting and checkpoint.has_finalizer) or (
-        status.phase is CheckpointPhase.DELETING
-    )
-    if status.store is not None and (
-        going or status.when_deleted not in (None, WhenDeleted.RETAIN)
-    ):
-        yield "store", checkpoint.namespace, status.store
-
-
 def key_of(item: Item) -> Key | None:
     """Return the key of the object that needs a pass when this pod changes."""
     match item:
@@ -327,9 +335,12 @@ class ClusterCache:
         self.pods = PodIndex()
         self.unreadable = unreadable_index()
         """Objects of our own kinds that exist and cannot be parsed."""
-        self.checkpoints: Index[Checkpoint] = Index(lambda c: (c.namespace, c.name), _ckpt_groups)
-        """Checkpoints by namespace and name, by namespace and name of their job, and by "store", namespace
-        and name of the store that a pod may have to delete them from (decide/deletions.py)."""
+        self.checkpoints: Index[Checkpoint] = Index(
+            lambda c: (c.namespace, c.name), _checkpoint_groups
+        )
+        """Checkpoints by namespace and name, and by namespace and name of their job. By namespace and name of
+        their store: all ("store"), those for which a drill is requested ("drill"), and those that a pod may
+        have to delete from it ("delete", decide/deletions.py)."""
         self.stores: Index[CheckpointStore] = Index(lambda s: (s.namespace, s.name))
         self.nodes = NodeCache()
         self.leases = NodeLeases()
@@ -432,7 +443,7 @@ class ClusterCache:
 
     def has_deletions(self, namespace: str, store: str) -> bool:
         """Return whether a pod may have to delete something in a store, or one is there."""
-        if self.checkpoints.members("store", namespace, store):
+        if self.checkpoints.members("delete", namespace, store):
             return True
         found = self.stores.get(namespace, store)
         return found is not None and bool(
@@ -539,9 +550,9 @@ class ClusterCache:
         if subject is None:
             return
         if isinstance(new, Checkpoint):
-            for *kind, namespace, name in _ckpt_groups(new):
-                if kind:
-                    self._enqueue(store_key(str(namespace), str(name)))
+            for kind, namespace, name in _store_groups(new):
+                if kind != "store":
+                    self._enqueue(store_key(namespace, name))
         names = {item.job for item in (old, new) if item is not None and item.job is not None}
         for job in self.jobs.of(Checkpoint.KIND, subject.namespace, subject.name):
             self._enqueue(gang_key(job))

@@ -33,6 +33,7 @@ from holdfast_sidecar.base.pod import Backoff
 from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
+from holdfast_sidecar.upkeep.prune import quarantined
 from holdfast_sidecar.wire.server import Versioned
 
 COMPARE_SECONDS = 60.0
@@ -65,6 +66,8 @@ class GangUploads:
         self._clock = clock
         self._on_change = on_change
         self._policy = message.policy
+        self._apart = quarantined(message)
+        """Checkpoints whose objects no new upload refers to: a drill may have found them damaged."""
         self._round = message.round
         self._after: Step | None = None
         self._since = _uploaded_before(message)
@@ -82,6 +85,7 @@ class GangUploads:
 
     def policy(self, message: Round) -> None:
         self._policy = message.policy
+        self._apart = quarantined(message)
 
     def ask_after(self, step: Step) -> None:
         """Persist the first step that is committed above this one, because a save was requested."""
@@ -258,12 +262,13 @@ class GangUploads:
             return ledger.uploads.request
         last = None if self._is_missing else self.last
         stored = None if last is None else last.own_checkpoint
-        base = ledger.uploads.base(() if stored is None else (stored,))
+        base = ledger.uploads.base(() if stored is None or stored in self._apart else (stored,))
         older: tuple[Reference, ...] = ()
         if base is not None:
             older = await self._pools.store.run(
                 references_beside, store, contract.namespace, contract.job_uid, base
             )
+            older = tuple(r for r in older if CheckpointId(r.step, r.round) not in self._apart)
         if ledger.uploads.first == checkpoint:
             ledger.uploads, _ = ledger.uploads.requested(
                 self._round,

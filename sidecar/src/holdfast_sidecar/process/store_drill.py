@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from holdfast_core.contract import DrillContract, StoreConfig
-from holdfast_core.drill import DrillExit, DrillRequest, drill, newest_of
+from holdfast_core.contract import DrillContract, DrillExit, StoreConfig
+from holdfast_core.drill import DrillRequest, drill, newest_of
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import Digest
+from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.store.drilled import StoredJob
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import FileCredentials
@@ -41,7 +41,11 @@ def _drilled(store: str, store_dir: str, wanted: DrillContract) -> tuple[str, Dr
     """Return the report of a drill and the exit code. Raises HoldfastError."""
     with closing(open_tier(store, store_dir)) as tier:
         job = StoredJob(tier, wanted.namespace, wanted.job_uid)
-        checkpoint = newest_of(job, wanted.step, wanted.round)
+        if wanted.manifest is not None and wanted.step is not None and wanted.round is not None:
+            # It was committed: a manifest that is missing is damage.
+            checkpoint = CheckpointId(Step(wanted.step), RestartRound(wanted.round))
+        else:
+            checkpoint = newest_of(job, wanted.step, wanted.round)
         digest = None if wanted.manifest is None else Digest(wanted.manifest)
         report = drill(job, DrillRequest(wanted.job_uid, checkpoint, digest, wanted.world_size))
     return report.to_json(), report.exit_code

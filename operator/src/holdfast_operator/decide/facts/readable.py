@@ -1,7 +1,8 @@
 """Which checkpoints are set apart, which can be read, and which are left without certain pods. Pure.
 
-Quarantined: gangs that restored the checkpoint failed.
+Quarantined: gangs that restored the checkpoint failed, or a drill found damage in the object store.
 1. evidence.py decides which restarts count against a checkpoint, and when it is quarantined or released.
+   What a drill found is condition Verified of the Checkpoint (with_damaged).
 2. The choice of a restore point, retention and the sidecars read status.quarantined. Nothing else decides.
 3. A step in failurePolicy.releasedSteps is not quarantined. Quarantine ends with the job.
 
@@ -33,7 +34,9 @@ from dataclasses import dataclass
 from holdfast_core import store_retention
 from holdfast_core.api import (
     MAX_MISSING,
+    MAX_QUARANTINED,
     Checkpoint,
+    CheckpointCondition,
     CheckpointPhase,
     JobCondition,
     PersistedStep,
@@ -67,6 +70,35 @@ def with_released(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     return status if kept == status.quarantined else changed(status, quarantined=kept)
 
 
+def damaged(world: World) -> dict[CheckpointId, Checkpoint]:
+    """Return the job's checkpoints in which a drill found damage, but for those that a user has released."""
+    released = world.spec.failure_policy.released_steps
+    return {
+        id_: c
+        for c in world.own_checkpoints
+        if c.damaged and (id_ := c.id) is not None and id_.step not in released
+    }
+
+
+def with_damaged(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
+    """Return the status in which what a drill found damaged is quarantined, and what it found intact is not.
+
+    A checkpoint that was quarantined for another reason stays so whatever a drill finds.
+    """
+    kind = CheckpointCondition.QUARANTINED
+    repaired = {
+        c.id
+        for c in world.own_checkpoints
+        if c.status.is_true(CheckpointCondition.VERIFIED)
+        if (mark := c.status.condition(kind)) is not None and mark.reason == Reason.DAMAGED
+    }
+    kept = tuple(q for q in status.quarantined if q not in repaired)
+    found = sorted(damaged(world).keys() - set(kept))
+    room = MAX_QUARANTINED - len(kept)
+    quarantine = (*kept, *found[-room:]) if room > 0 else kept
+    return status if quarantine == status.quarantined else changed(status, quarantined=quarantine)
+
+
 def newest_is_missing(world: World) -> str | None:
     """Return the coordinator's report that the store lacks the newest persisted checkpoint, or None."""
     if world.state.newest_is_stored is not False:
@@ -89,6 +121,8 @@ def stored(world: World) -> PersistedStep | None:
     """
     last = world.last_persisted
     if last is None or last.id in missing_ids(world) or newest_is_missing(world) is not None:
+        return None
+    if last.id in quarantined(world) and last.id in damaged(world):
         return None
     compared = bool(world.state.newest_is_stored)
     was_missing = world.status.is_true(JobCondition.CHECKPOINT_MISSING)

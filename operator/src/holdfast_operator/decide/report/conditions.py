@@ -16,17 +16,20 @@ from __future__ import annotations
 
 from holdfast_core.api import (
     MAX_STRAGGLERS,
+    Checkpoint,
     FailureRule,
     HangsStatus,
     JobCondition,
     TrainingJobStatus,
     changed,
+    with_status,
 )
 from holdfast_core.clock import stamp
 from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER
 from holdfast_core.ids import Rank, Step, Worker
 from holdfast_core.messages.schema import Straggler
 from holdfast_core.names import first_of
+from holdfast_core.store_retention import restored_instead
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.evidence import ALL_LOST_SECONDS
 from holdfast_operator.decide.facts.nodes import (
@@ -92,21 +95,48 @@ def with_quarantine(status: TrainingJobStatus, world: World) -> TrainingJobStatu
 
     A job that never quarantined a checkpoint does not get the condition.
     """
-    status = readable.with_released(status, world)
+    status = readable.with_damaged(readable.with_released(status, world), world)
     kind = JobCondition.QUARANTINED
     reason, text = Reason.RELEASED, "no checkpoint is quarantined"
     if status.quarantined:
-        newest = status.quarantined[-NAMED_CHECKPOINTS:]
-        named = ", ".join(f"step {q.step} of round {q.round}" for q in newest)
-        reason = Reason.QUARANTINED
-        text = (
-            f"{named}: ranks that restored it failed before they had finished a step. It is kept and not "
-            "restored. failurePolicy.releasedSteps releases it"
-        )
+        reason, text = _quarantine(status, world)
     elif status.condition(kind) is None:
         return status
     found = bool(status.quarantined)
     return world.with_condition(status, kind, found, reason, text)
+
+
+def _quarantine(status: TrainingJobStatus, world: World) -> tuple[Reason, str]:
+    """Return why checkpoints are quarantined."""
+    bad = readable.damaged(world)
+    causes = {
+        "ranks that restored it failed before they had finished a step": [
+            q for q in status.quarantined if q not in bad
+        ],
+        "a drill found damage in the object store": [q for q in status.quarantined if q in bad],
+    }
+    texts = []
+    for cause, found in causes.items():
+        if found:
+            newest = found[-NAMED_CHECKPOINTS:]
+            named = ", ".join(f"step {q.step} of round {q.round}" for q in newest)
+            texts.append(f"{named}: {cause}")
+    text = (
+        f"{'; '.join(texts)}. It is kept and not restored. failurePolicy.releasedSteps releases it"
+    )
+    newest_bad = max((q for q in status.quarantined if q in bad), default=None)
+    if newest_bad is None:
+        return Reason.QUARANTINED, text
+    job = with_status(world.job, status)
+    instead = restored_instead(job, world.own_checkpoints, newest_bad)
+    return Reason.QUARANTINED, f"{text}. In the object store, {describe_instead(instead)}"
+
+
+def describe_instead(checkpoint: Checkpoint | None) -> str:
+    """Say which checkpoint in the object store a job would restore."""
+    if checkpoint is None:
+        return "no other checkpoint is left to restore"
+    return f"the job would restore step {checkpoint.spec.step} of round {checkpoint.status.round}"
 
 
 def describe_wait(world: World) -> str | None:

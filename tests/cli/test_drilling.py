@@ -1,0 +1,150 @@
+"""`kubectl holdfast verify`: the request, what is shown meanwhile, and the exit codes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tests.support.operator.builders import START, checkpoint, condition
+
+from holdfast_cli import drilling
+from holdfast_cli.cluster import ClusterError, NotFound
+from holdfast_cli.drilling import obstacle_to_drill, progress, verify_checkpoint
+from holdfast_core.api import Checkpoint, CheckpointPhase, DrillStatus, changed
+from holdfast_core.contract import DrillExit
+
+STORED = checkpoint(20, 0, bytes=6_700_000, store="main")
+
+
+@dataclass
+class PlayedCluster:
+    """A cluster with one Checkpoint, whose operator answers the third look at a request."""
+
+    checkpoint: Checkpoint
+    answer: Callable[[Checkpoint, str], Checkpoint | None]
+    patches: list[dict[str, Any]] = field(default_factory=list)
+    looks: int = 0
+
+    def get(self, plural: str, name: str) -> dict[str, Any]:
+        if plural == "checkpointstores":
+            assert name == "main"
+            under_way = {"checkpoint": self.checkpoint.name, "since": "2026-05-04T00:00:00Z"}
+            return {"status": {"drills": under_way if self.looks > 2 else {"checkpoint": "other"}}}
+        self.looks += 1
+        if self.patches and self.looks > 3:
+            trigger = self.patches[0]["spec"]["verify"]["trigger"]
+            found = self.answer(self.checkpoint, trigger)
+            if found is None:
+                raise NotFound("gone")
+            return found.to_dict()
+        return self.checkpoint.to_dict()
+
+    def patch(self, plural: str, name: str, body: dict[str, Any]) -> None:
+        assert (plural, name) == ("checkpoints", self.checkpoint.name)
+        self.patches.append(body)
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drilling, "POLL_SECONDS", 0)
+
+
+def drilled(of: Checkpoint, trigger: str, value: bool | None, reason: str) -> Checkpoint:
+    drill = DrillStatus(
+        ended_at=START,
+        trigger=trigger,
+        bytes=1 << 30,
+        seconds=4.0,
+        gib_per_second=0.25,
+        world_size=4,
+    )
+    conditions = (*of.status.conditions, condition("Verified", value, reason))
+    at = None if value is None else START
+    status = changed(of.status, drill=drill, conditions=conditions, verified_at=at)
+    return changed(of, status=status)
+
+
+def verify(cluster: Any, **options: Any) -> None:
+    values = {"checkpoint": STORED.name, "restore": False, "world_size": None, "no_wait": False}
+    verify_checkpoint(cluster, argparse.Namespace(**{**values, **options}))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason", "status", "text"),
+    [
+        (True, "Intact", DrillExit.INTACT, "assembled for 4 ranks: equal"),
+        (False, "Damaged", DrillExit.DAMAGED, "Damaged: "),
+        (False, "NotRestorable", DrillExit.NOT_RESTORABLE, "NotRestorable: "),
+        (None, "StoreUnavailable", DrillExit.NOT_READ, "not read to its end"),
+    ],
+)
+def test_the_exit_code_is_that_of_holdfast_verify(
+    capsys: pytest.CaptureFixture[str],
+    value: bool | None,
+    reason: str,
+    status: DrillExit,
+    text: str,
+) -> None:
+    cluster = PlayedCluster(STORED, lambda c, trigger: drilled(c, trigger, value, reason))
+    with pytest.raises(SystemExit) as ended:
+        verify(cluster, restore=True, world_size=4)
+    assert ended.value.code == status
+    shown = capsys.readouterr()
+    assert text in shown.out
+    if value is not None:
+        assert "read 1.000 GiB in 4.0 s (0.25 GiB/s)" in shown.out
+    lines = shown.err.splitlines()
+    assert lines == [
+        "waiting for the drill of checkpoint other",
+        "reading 6.4 MiB since 2026-05-04T00:00:00Z",
+    ]
+    (wanted,) = cluster.patches
+    assert wanted["spec"]["verify"] == {
+        "trigger": wanted["spec"]["verify"]["trigger"],
+        "restore": True,
+        "worldSize": 4,
+    }
+
+
+def test_each_request_has_another_trigger() -> None:
+    clusters = [PlayedCluster(STORED, lambda c, t: None) for _ in range(2)]
+    for cluster in clusters:
+        verify(cluster, no_wait=True)
+    first, second = (c.patches[0]["spec"]["verify"]["trigger"] for c in clusters)
+    assert first != second
+    assert len(first) <= 64
+
+
+@pytest.mark.fault("A checkpoint is deleted while `kubectl holdfast verify` waits for its drill")
+def test_a_checkpoint_that_is_deleted_meanwhile_ends_the_wait() -> None:
+    with pytest.raises(ClusterError, match="deleted meanwhile"):
+        verify(PlayedCluster(STORED, lambda c, t: None))
+    pruned = changed(STORED, status=changed(STORED.status, phase=CheckpointPhase.DELETING))
+    with pytest.raises(ClusterError, match="being deleted"):
+        verify(PlayedCluster(STORED, lambda c, t: pruned))
+
+
+def test_a_world_size_without_restore_is_refused() -> None:
+    with pytest.raises(ClusterError, match="add --restore"):
+        verify(PlayedCluster(STORED, lambda c, t: None), world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (checkpoint(20, 0, deleting=True), "is being deleted"),
+        (checkpoint(20, 0, phase=None), "not saved yet"),
+        (checkpoint(20, 0, persisted=False), "is not in an object store"),
+        (checkpoint(20, 0), "is not in an object store"),
+    ],
+)
+def test_what_cannot_be_drilled_is_said_at_once(found: Checkpoint, text: str) -> None:
+    obstacle = obstacle_to_drill(found)
+    assert obstacle is not None and text in obstacle
+
+
+def test_a_store_without_a_drill_waits_for_the_operator() -> None:
+    assert progress({}, STORED) == "waiting for the operator"
