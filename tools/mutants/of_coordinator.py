@@ -117,7 +117,7 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/own-pod-is-released-first",
         kind=Kind.MISSING_CHECK,
-        file=f"{_COORDINATOR}plans.py",
+        file="sidecar/src/holdfast_sidecar/wire/following.py",
         original="while not others.is_known_to(self._neighbours) and self._clock.monotonic() < until:",
         replacement="while False:",
         loses="The coordinator's pod ends before the others are released, and they wait for ever.",

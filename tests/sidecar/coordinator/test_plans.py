@@ -15,7 +15,8 @@ from tests.support.sidecar.rounds import round_message
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import GangRequest, Plan
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.coordinator.plans import Plans
+from holdfast_sidecar.coordinator.plan import plan as planned
+from holdfast_sidecar.wire.following import Plans
 from holdfast_sidecar.wire.verbs import SAVE_NOW, STOP
 
 WORKERS = 6
@@ -30,7 +31,12 @@ class World:
         self.ledger = new_ledger(workers=WORKERS, expects_copies=False)
         self.clock = ManualClock()
         message = round_message(1, workers=WORKERS, fan_in=3)
-        self.plans = Plans(Settings(contract_with()), self.ledger, self.clock, message)
+        self.plans = Plans(
+            Settings(contract_with()),
+            self.clock,
+            message,
+            lambda own, released: planned(self.ledger, released=released, is_first=own),
+        )
         self.plans.wake()
 
     async def of(self, worker: Worker, known: Plan | None = None) -> Plan:
@@ -71,7 +77,8 @@ async def test_a_change_makes_a_newer_plan_and_no_change_none() -> None:
         assert await world.of(MEMBER, before) == before
         commit(world.ledger, 5)
         world.plans.wake()
-        world.plans.prune((Step(5),))
+        world.ledger.forget((Step(5),))
+        world.plans.wake()
         await asyncio.sleep(0)
         after = await world.of(MEMBER, before)
         assert (after.version, after.drop) == (2, (5,)), "changes that come together go together"

@@ -45,9 +45,9 @@ from holdfast_sidecar.coordinator.plan import (
     lost_steps,
     steps_to_prune,
 )
-from holdfast_sidecar.coordinator.plans import Plans
 from holdfast_sidecar.coordinator.uploads import GangUploads
 from holdfast_sidecar.upkeep.prune import protected_steps
+from holdfast_sidecar.wire.following import Plans
 
 _PRESSED_EVERY_SECONDS = 1.0
 """Interval of pruning while a node has no room. It gives the nodes time to delete what was pruned."""
@@ -182,7 +182,8 @@ class Retention:
 
     def _forget(self, gone: tuple[Step, ...]) -> None:
         self._older = {c for c in self._older if c.step not in gone}
-        self._plans.prune(gone)
+        self._ledger.forget(gone)
+        self._plans.wake()
 
     async def prune(self, message: Prune) -> Ok:
         """Delete checkpoints from the object store, each manifest before its other objects.
@@ -339,7 +340,8 @@ class Commits:
             self._retention.retain()
         elif gone := self._ledger.overtaken():
             self.dropped += len(gone)
-            self._plans.prune(gone)
+            self._ledger.forget(gone)
+            self._plans.wake()
         self._weigh()
         self._parts.changed()
 
@@ -369,4 +371,5 @@ class Commits:
         if choice.dropped:
             logs.info("dropped from slots", steps=list(choice.dropped), chosen=choice.chosen)
             self.dropped += len(choice.dropped)
-            self._plans.prune(choice.dropped)
+            self._ledger.forget(choice.dropped)
+            self._plans.wake()

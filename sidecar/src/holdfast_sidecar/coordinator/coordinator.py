@@ -40,10 +40,11 @@ from holdfast_sidecar.coordinator.commit import Commits, Retention, RoundParts
 from holdfast_sidecar.coordinator.ending import SILENT_SECONDS, GangEnd
 from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
-from holdfast_sidecar.coordinator.plans import Plans
+from holdfast_sidecar.coordinator.plan import plan
 from holdfast_sidecar.coordinator.uploads import GangUploads
 from holdfast_sidecar.coordinator.watchdog import CommitAlarm, HangWatch, StragglerWatch
 from holdfast_sidecar.upkeep.prune import Leftovers
+from holdfast_sidecar.wire.following import Plans
 from holdfast_sidecar.wire.server import Versioned
 from holdfast_sidecar.wire.verbs import END, STOP
 
@@ -79,7 +80,12 @@ class Coordinator:
         self._versioned = Versioned()
         self._tasks = Tasks()
         changed = Signal[[]]()
-        plans = Plans(settings, self._ledger, clock, message)
+        plans = Plans(
+            settings,
+            clock,
+            message,
+            lambda own, released: plan(self._ledger, released=released, is_first=own),
+        )
         self._uploads = GangUploads(
             contract,
             message,
@@ -399,6 +405,10 @@ class CoordinatorRole:
     ) -> Plan:
         """See Coordinator.plan. Raises RefusedError (NOT_COORDINATOR)."""
         return await self.require().plan(worker, coordinator, since, timeout_seconds)
+
+    def manifest(self, checkpoint: CheckpointId) -> bytes:
+        """See Coordinator.manifest. Raises RefusedError (NOT_COORDINATOR)."""
+        return self.require().manifest(checkpoint)
 
     def require(self) -> Coordinator:
         """Return the Coordinator. Raises RefusedError (NOT_COORDINATOR) if there is none."""

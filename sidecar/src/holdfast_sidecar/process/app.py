@@ -86,7 +86,7 @@ class Sidecar:
         self._pruner = Pruner(pod, tiers, saves, self._incoming, notices, telemetry.failures)
         self._verifier = Verifier(tiers, telemetry)
         self._manifests = ManifestRequests(
-            pod, tiers, saves, telemetry.failures, peers, lambda c: role.require().manifest(c)
+            pod, tiers, saves, telemetry.failures, peers, role.manifest
         )
         planned: Signal[[Plan]] = Signal()
         planned.subscribe(self._manifests.take)

@@ -1,23 +1,28 @@
 """The plan of the coordinator on its way to the workers, which wait for the next one (`GET /v1/plan`).
 
-Each worker keeps up with it. A relay also keeps it for its group (ADR 0016). Nothing is acknowledged: a
-worker always gets the whole plan, so it makes no difference what it has received before.
+The coordinator publishes it (`Plans`) each time what follows from its ledger has changed. Each worker keeps
+up with it. A relay also keeps it for its group (ADR 0016). Nothing is acknowledged: a worker always gets the
+whole plan, so it makes no difference what it has received before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
 from holdfast_core import logs
+from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.schema import Plan, Round
+from holdfast_core.messages.schema import GangRequest, Plan, Round
 from holdfast_core.tasks import Signal, Tasks
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.rounds import relay_of
+from holdfast_sidecar.base.rounds import next_hop, relay_of
+from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.wire.client import Peers
+from holdfast_sidecar.wire.verbs import STOP
 
 _POLL_SECONDS = 20.0
 """Longest time for which a request waits for a newer plan."""
@@ -78,6 +83,96 @@ def is_newer(plan: Plan, coordinator: str, version: int) -> bool:
     if plan.coordinator in ("", coordinator):
         return plan.coordinator != "" and plan.version > version
     return True
+
+
+class Plans:
+    """Publisher of the coordinator's plan: to its own worker, and to all others."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        message: Round,
+        current: Callable[[bool, bool], Plan],
+    ) -> None:
+        """Create the publisher. The plan is published after the first `wake`.
+
+        Args:
+            settings, clock: Of the pod.
+            message: The ROUND.
+            current: Returns the present plan for the own worker (True) or the others, released or not.
+        """
+        self._settings = settings
+        self._clock = clock
+        self._current = current
+        self._own = message.coordinator
+        self._name = secrets.token_hex(8)
+        self._boards = {True: PlanBoard(message.round), False: PlanBoard(message.round)}
+        """The plan of the own worker, and that of the others."""
+        self._asked: tuple[str, str] = "", ""
+        """The newest tokens of requests to save, and to stop."""
+        self._tokens = set[tuple[str, str]]()
+        self._released = {True: False, False: False}
+        self._tasks = Tasks()
+        self._later: asyncio.Handle | None = None
+        self._neighbours = frozenset(
+            worker
+            for worker in map(Worker, range(message.workers))
+            if worker != self._own and next_hop(message, worker) == self._own
+        )
+
+    async def close(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+        await self._tasks.cancel()
+        for board in self._boards.values():
+            board.close()
+
+    def wake(self) -> None:
+        """Plan again soon. Call this when the plan may have changed."""
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_soon(self._publish)
+
+    def _publish(self) -> None:
+        self._later = None
+        for is_own, board in self._boards.items():
+            wanted = self._current(is_own, self._released[is_own])
+            save, stop = self._asked
+            wanted = replace(wanted, coordinator=self._name, save=save, stop=stop)
+            if wanted != replace(board.plan, version=0):
+                board.publish(replace(wanted, version=board.plan.version + 1))
+
+    async def newer(
+        self, worker: Worker, coordinator: str, since: int, timeout_seconds: float
+    ) -> Plan:
+        """See PlanBoard.newer."""
+        board = self._boards[worker == self._own]
+        return await board.newer(worker, coordinator, since, timeout_seconds)
+
+    def request(self, path: str, message: GangRequest) -> bool:
+        """Pass a request on to rank 0. Return False if the same one was made before in this round."""
+        if (path, message.token) in self._tokens:
+            return False
+        self._tokens.add((path, message.token))
+        save, stop = self._asked
+        self._asked = (save, message.token) if path == STOP else (message.token, stop)
+        self.wake()
+        return True
+
+    def release(self) -> None:
+        """Let all pods end, the own one last: when the others know it, or after `release_seconds`."""
+        if not self._released[False]:
+            self._released[False] = True
+            self._publish()
+            self._tasks.spawn(self._release_own(), "release")
+
+    async def _release_own(self) -> None:
+        until = self._clock.monotonic() + self._settings.release_seconds
+        others = self._boards[False]
+        while not others.is_known_to(self._neighbours) and self._clock.monotonic() < until:
+            await self._clock.sleep(_LOOK_SECONDS)
+        self._released[True] = True
+        self._publish()
 
 
 class Follower:
