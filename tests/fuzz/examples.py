@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union
 
 from msgspec import Meta
 
-from holdfast_core.ids import Digest
+from holdfast_core.ids import ByteRange, Digest
 
 _DIGEST = "b3:" + "5" * 64
 
@@ -35,6 +35,8 @@ def example(kind: Any, *, full: bool) -> Any:
     if origin is dict:
         key, item = typing.get_args(kind)
         return {example(key, full=full): example(item, full=full)} if full else {}
+    if kind is ByteRange:
+        return ByteRange(3, 5)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind, include_extras=True)
         wanted = {f.name: example(hints[f.name], full=full) for f in dataclasses.fields(kind)}
