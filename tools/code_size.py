@@ -20,11 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 16300,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
-    "operator": 13030,
-    "sidecar": 8500,
+    "core": 16490,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
+    "operator": 13460,
+    "sidecar": 8510,
     "trainer_sdk": 16960,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
-    "cli": 890,
+    "cli": 1010,
 }
 """Most lines of code of each package."""
 
