@@ -266,6 +266,10 @@ bench-interval: sync ## goodput of automatic and fixed intervals, replayed in vi
 bench-drill: sync ## a drill of a stored checkpoint against plain downloads, into benchmarks/results/drill.json
 	$(PY) -m benchmarks.drill
 
+.PHONY: bench-merge
+bench-merge: sync ## a merge of ten checkpoints against reading them, into benchmarks/results/merge.json
+	$(PY) -m benchmarks.merge $(BENCH)
+
 .PHONY: bench-objects
 bench-objects: sync ## plan of the retention and memory for 10,000 Checkpoints of one job, into benchmarks/results/objects.json
 	$(PY) -m benchmarks.objects

@@ -23,7 +23,7 @@ LIMITS = {
     "core": 16490,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
     "operator": 13460,
     "sidecar": 8510,
-    "trainer_sdk": 16960,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
+    "trainer_sdk": 17390,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
     "cli": 1010,
 }
 """Most lines of code of each package."""

@@ -1,4 +1,4 @@
-"""Mutants of the trainer's state: its payload, and the copies into it."""
+"""Mutants of the trainer's state: its payload, the copies into it, and merges of several."""
 
 from __future__ import annotations
 
@@ -13,8 +13,37 @@ _BATCHES = (
     f"{_TESTS}test_pieces.py::test_small_tensors_are_batched_in_order_and_each_is_copied_once",
 )
 _DESTINATIONS = (f"{_TESTS}loading/test_destinations.py::test_pieces_of_any_length_give_every_bit",)
+_MERGE = "trainer_sdk/src/holdfast/convert/merging.py"
+_MERGES = "tests/trainer_sdk/convert/test_merge.py::"
 
 OF_STATE = (
+    Mutant(
+        name="state/merge-rounded-twice",
+        kind=Kind.MISSING_CHECK,
+        file=_MERGE,
+        original="    bits |= is_inexact\n",
+        replacement="",
+        loses="A merged bfloat16 weight is not the nearest one.",
+        tests=(f"{_MERGES}test_a_type_is_reached_by_one_conversion",),
+    ),
+    Mutant(
+        name="state/merge-weights-of-other-sources",
+        kind=Kind.MISSING_CHECK,
+        file=_MERGE,
+        original="        given_weights = tuple(given_weights[i] for i in order)\n",
+        replacement="        pass\n",
+        loses="Sources that are not given from the oldest to the newest get each other's weights.",
+        tests=(f"{_MERGES}test_the_order_of_the_sources_changes_nothing",),
+    ),
+    Mutant(
+        name="state/merge-shapes-not-compared",
+        kind=Kind.MISSING_CHECK,
+        file=_MERGE,
+        original="            _expect_same(name, source, newest)\n",
+        replacement="            pass\n",
+        loses="Checkpoints of different models are merged, or fail without the name of the tensor.",
+        tests=(f"{_MERGES}test_checkpoints_that_differ_are_refused_by_name",),
+    ),
     Mutant(
         name="state/third-piece-from-the-second",
         kind=Kind.OFF_BY_ONE,

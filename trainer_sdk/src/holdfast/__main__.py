@@ -1,4 +1,4 @@
-"""The `holdfast` console script: `run` (the launcher), `export`, `import`, `verify` and `version`."""
+"""The `holdfast` console script: `run` (the launcher), `export`, `import`, `merge`, `verify`, `version`."""
 
 from __future__ import annotations
 

@@ -271,7 +271,8 @@ class Checkpointer:
     def report(self, **metrics: Any) -> None:
         """Report metrics of the current step, such as loss=..., for the job's status.
 
-        Values are numbers or scalar tensors.
+        Values are numbers or scalar tensors. Each checkpoint keeps the newest finite value of each metric
+        that rank 0 has reported: `holdfast.open(...).at(step).metrics()` returns them.
         """
         self._status.progress.measured(metrics)
 

@@ -1,4 +1,4 @@
-"""The verbs `export` and `import` of the console script, and the import of weights as step 0 of a folder."""
+"""The verbs `export`, `import` and `merge` of the console script, and the import of weights into a folder."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import get_args
 from holdfast.base.options import Folder
 from holdfast.checkpointer import Checkpointer
 from holdfast.convert.exporting import DEFAULT_ENTRY, Export, Format, export
+from holdfast.convert.merging import MAX_THREADS, Merge, MergeReport, Method, SourceStep, merge
 from holdfast.convert.safetensors_files import read_model
 from holdfast.convert.selection import CASTS
 from holdfast.convert.torch_files import read_dcp, read_torch
 from holdfast_core.errors import ConfigError, FormatError, HoldfastError
 
-VERBS = ("export", "import")
+VERBS = ("export", "import", "merge")
+_SHOWN_ENTRIES = 8
 
 
 def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add both verbs to the parser of the console script."""
+    """Add the verbs to the parser of the console script."""
     one = verbs.add_parser("export", help="write a checkpoint of a folder for other tools")
     one.add_argument("dir", metavar="DIR", help="folder of checkpoints, or s3://bucket/prefix")
     one.add_argument(
@@ -50,10 +52,42 @@ def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     two.add_argument(
         "--entry", default=DEFAULT_ENTRY, help=f"entry of the state (default: {DEFAULT_ENTRY})"
     )
+    three = verbs.add_parser("merge", help="write the mean of the weights of several checkpoints")
+    three.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SRC@STEP",
+        help="folder of checkpoints, or s3://bucket/prefix; without @STEP what a restore would choose",
+    )
+    three.add_argument("--to", required=True, type=Path, metavar="OUT", help="new folder")
+    three.add_argument(
+        "--method",
+        required=True,
+        help="mean, ema:DECAY, weights:W1,W2,... or metric:NAME[:max]",
+    )
+    three.add_argument(
+        "--entry", default=DEFAULT_ENTRY, help=f"entry of the state (default: {DEFAULT_ENTRY})"
+    )
+    three.add_argument(
+        "--dtype", choices=sorted(CASTS), help="type to convert floating-point tensors to"
+    )
+    three.add_argument(
+        "--config-from",
+        type=Path,
+        metavar="FOLDER",
+        help="copy config.json, tokenizer and other files without weights from here",
+    )
+    three.add_argument(
+        "--threads",
+        type=int,
+        choices=range(1, MAX_THREADS + 1),
+        help=f"default: one for each processor, at most {MAX_THREADS}",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run a verb and return the exit code. Raises ConfigError for a wrong command line."""
+    method = Method.parse(arguments.method) if arguments.verb == "merge" else None
     try:
         if arguments.verb == "export":
             wanted = Export(
@@ -67,6 +101,17 @@ def run(arguments: argparse.Namespace) -> int:
             )
             step = export(wanted)
             sys.stdout.write(f"exported step {step} of {arguments.dir} to {arguments.to}\n")
+        elif method is not None:
+            wanted_merge = Merge(
+                tuple(map(SourceStep.parse, arguments.sources)),
+                method,
+                arguments.to.absolute(),
+                arguments.entry,
+                arguments.dtype,
+                arguments.config_from,
+                arguments.threads,
+            )
+            sys.stdout.write(_merge_text(merge(wanted_merge), arguments))
         else:
             count = import_weights(
                 Import(arguments.source, arguments.format, arguments.to, arguments.entry)
@@ -78,6 +123,20 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
+
+
+def _merge_text(report: MergeReport, arguments: argparse.Namespace) -> str:
+    lines = [f"merged {report.tensors} tensors of {arguments.entry} into {arguments.to}\n"]
+    for source, weight in zip(report.sources, report.shares, strict=True):
+        lines.append(f"  {weight:.6f}  {source}\n")
+    left_out = ", ".join(report.left_out[:_SHOWN_ENTRIES]) or "none"
+    if len(report.left_out) > _SHOWN_ENTRIES:
+        left_out += f" and {len(report.left_out) - _SHOWN_ENTRIES} more"
+    lines.append(
+        f"not merged: other entries of the state ({left_out}); a merge has no optimizer state, no generators "
+        "and no data position\n"
+    )
+    return "".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

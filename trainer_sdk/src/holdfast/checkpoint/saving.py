@@ -49,6 +49,8 @@ from holdfast_core.shm.shared_files import LayoutFiles
 
 logger = logging.getLogger(__name__)
 
+NO_METRICS: Mapping[str, float] = {}
+
 
 class Saver:
     """Saves states into the ring's slots. Not thread-safe, except for `wait_staged`."""
@@ -112,8 +114,16 @@ class Saver:
 
     # The collector would start after the state is read, and visit all objects that were made for it.
     @paused_collector()
-    def save(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> bool:
+    def save(
+        self,
+        handle: SaveHandle,
+        state: Mapping[str, Any],
+        wait_seconds: float,
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> bool:
         """Copy the state as it is now. Return False when no slot became free within `wait_seconds`.
+
+        `metrics` are saved with the state: `holdfast merge` weights checkpoints by them.
 
         A device may continue its copies after this returns. The slot is then handed over later, and the
         handle reports a failure. Raises UnavailableError, CapacityError, UnsupportedStateError or
@@ -121,7 +131,7 @@ class Saver:
         """
         if not self._session.is_connected:
             raise UnavailableError(f"there is no connection to {self._session.peer}")
-        snapshot, plan = self._read(state)
+        snapshot, plan = self._read(state, metrics)
         self._layouts.ensure(plan.layout, plan.layout_digest)
         self.ensure_slots(plan.payload_bytes, handle.round)
         slot = self._ring.acquire(wait_seconds)
@@ -179,9 +189,11 @@ class Saver:
 
     # ------------------------------------------------------------------ inside
 
-    def _read(self, state: Mapping[str, Any]) -> tuple[Snapshot, SavePlan]:
+    def _read(
+        self, state: Mapping[str, Any], metrics: Mapping[str, float] = NO_METRICS
+    ) -> tuple[Snapshot, SavePlan]:
         """Read the state, and plan its payload if the last plan does not fit any more."""
-        snapshot = self._snapshots.take(state)
+        snapshot = self._snapshots.take(state).with_metrics(metrics)
         if self._plan is None or not self._plan.fits(snapshot):
             self._plan = plan_save(snapshot, self._rank)
         return snapshot, self._plan
@@ -374,7 +386,8 @@ class Saves:
             self._status.ended(step, time.monotonic() - started)
 
     def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
-        if self._saver.save(handle, state, wait_seconds):
+        metrics = self._status.progress.metrics if self._session.rank == 0 else NO_METRICS
+        if self._saver.save(handle, state, wait_seconds, metrics):
             self._status.handed_over(handle)
             return
         self._status.found_no_slot = True

@@ -75,6 +75,11 @@ class ProgressReporter:
             if is_known and math.isfinite(number):
                 self._metrics[name] = number
 
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The newest finite value of each metric."""
+        return self._metrics
+
     def measure_work(self, state: Mapping[str, Any]) -> None:
         """Measure what a step takes the models of `state` by themselves, and report it."""
         self._work = self._work or StepTiming(self._monotonic)

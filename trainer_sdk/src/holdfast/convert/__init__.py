@@ -1,1 +1,1 @@
-"""Conversion between checkpoints in a folder and formats of other tools: `holdfast export` and `import`."""
+"""Conversion between checkpoints and formats of other tools: `holdfast export`, `import` and `merge`."""

@@ -55,18 +55,15 @@ def export(wanted: Export) -> int:
 
     Raises ConfigError for a target that exists, NotFoundError, CorruptionError, and errors of the disk.
     """
-    if wanted.config_from is not None:
-        if wanted.format != "hf":
-            raise ConfigError(f"--config-from: it has no effect with --format {wanted.format}")
-        if not (wanted.config_from / "config.json").is_file():
-            raise ConfigError(f"--config-from {wanted.config_from}: expected a config.json in it")
+    if wanted.config_from is not None and wanted.format != "hf":
+        raise ConfigError(f"--config-from: it has no effect with --format {wanted.format}")
+    expect_config(wanted.config_from)
     with open_checkpoints(wanted.source) as folder, folder.at(wanted.step) as saved:
         if wanted.format == "hf":
             tensors = entry_of(saved, wanted.entry or DEFAULT_ENTRY, wanted.dtype)
             with complete_folder(wanted.target) as partial:
                 write_model(partial, tensors)
-                if wanted.config_from is not None:
-                    _copy_config(wanted.config_from, partial)
+                copy_config(wanted.config_from, partial)
         elif wanted.format == "dcp":
             state = _state(saved, wanted.entry)
             with complete_folder(wanted.target) as partial:
@@ -90,7 +87,16 @@ def _state(saved: SavedCheckpoint, entry: str | None) -> object:
     return state[entry]
 
 
-def _copy_config(source: Path, target: Path) -> None:
+def expect_config(source: Path | None) -> None:
+    """Raise ConfigError if a folder for `copy_config` has no configuration."""
+    if source is not None and not (source / "config.json").is_file():
+        raise ConfigError(f"--config-from {source}: expected a config.json in it")
+
+
+def copy_config(source: Path | None, target: Path) -> None:
+    """Copy the configuration, the tokenizer and all other files without weights, if there is a source."""
+    if source is None:
+        return
     with disk_errors(f"copying the configuration from {source}"):
         for path in sorted(source.iterdir()):
             if path.is_file() and not path.name.endswith(_WEIGHTS):

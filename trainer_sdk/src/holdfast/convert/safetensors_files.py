@@ -10,15 +10,15 @@ import json
 import re
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from holdfast.convert.selection import CASTS, Exported
+from holdfast.convert.selection import PartMaker
 from holdfast.state.tensors import own_name, view_stored
-from holdfast_core.errors import ConfigError, CorruptionError, FormatError, UnsupportedStateError
+from holdfast_core.errors import ConfigError, CorruptionError, FormatError
 from holdfast_core.format.canonical import (
     expect_ints,
     expect_map,
@@ -41,38 +41,68 @@ _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
 
+class Writable(Protocol):
+    """A tensor that can be written."""
+
+    @property
+    def stored_dtype(self) -> str:
+        """Type in safetensors. Raises UnsupportedStateError if safetensors does not have it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def parts(self) -> Iterator[PartMaker]:
+        """Yield the makers of the consecutive parts of its bytes."""
+        ...
+
+
+W = TypeVar("W", bound=Writable)
+RunParts = Callable[[Iterator[PartMaker]], Iterable[memoryview]]
+"""Makes parts, and returns them in the same order."""
+
+
+def _one_by_one(parts: Iterator[PartMaker]) -> Iterator[memoryview]:
+    return (part() for part in parts)
+
+
 def write_model(
-    folder: Path, tensors: Mapping[str, Exported], *, max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path,
+    tensors: Mapping[str, W],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    run: RunParts = _one_by_one,
 ) -> None:
     """Write the tensors into files of at most `max_file_bytes`, and an index if there are several.
 
-    The memory is that of one piece of a tensor. Raises UnsupportedStateError for a type that safetensors
-    does not have.
+    The memory is that of one part of a tensor, or of the parts that `run` makes at a time. Raises
+    UnsupportedStateError for a type that safetensors does not have.
     """
-    for name, tensor in tensors.items():
-        if tensor.tensor.is_raw:
-            raise UnsupportedStateError(
-                f"{name}: safetensors has no type {tensor.tensor.torch_dtype}: export it as dcp or torch"
-            )
-    groups: list[dict[str, Exported]] = [{}]
+    sizes = {
+        name: tensor_bytes(tensor.stored_dtype, tensor.shape, name)
+        for name, tensor in tensors.items()
+    }
+    groups: list[dict[str, W]] = [{}]
     size = 0
     for name in sorted(tensors):
-        if groups[-1] and size + tensors[name].nbytes > max_file_bytes:
+        if groups[-1] and size + sizes[name] > max_file_bytes:
             groups.append({})
             size = 0
         groups[-1][name] = tensors[name]
-        size += tensors[name].nbytes
+        size += sizes[name]
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
         file = (
             _SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         )
-        _write_file(folder / file, group)
+        _write_file(folder / file, group, run)
         sys.audit("holdfast.export.file_written")
         weight_map |= dict.fromkeys(group, file)
     if len(groups) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         with disk_errors(f"writing {folder / INDEX}"):
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -127,18 +157,19 @@ def _read_indexed(source: Path, index: Path) -> dict[str, Any]:
     return tensors
 
 
-def _write_file(path: Path, tensors: Mapping[str, Exported]) -> None:
+def _write_file(path: Path, tensors: Mapping[str, W], run: RunParts) -> None:
     header: dict[str, Any] = {METADATA_NAME: {"format": "pt"}}
     # Larger elements come first, so that each tensor begins at a multiple of its element size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].torch_dtype.itemsize, name))
+    order = sorted(
+        tensors, key=lambda name: (-element_bytes(tensors[name].stored_dtype, name), name)
+    )
     position = 0
     for name in order:
         tensor = tensors[name]
-        stop = position + tensor.nbytes
-        stored = tensor.tensor.stored_dtype if tensor.dtype is None else CASTS[tensor.dtype]
+        stop = position + tensor_bytes(tensor.stored_dtype, tensor.shape, name)
         header[name] = {
-            "dtype": stored,
-            "shape": list(tensor.tensor.shape),
+            "dtype": tensor.stored_dtype,
+            "shape": list(tensor.shape),
             "data_offsets": [position, stop],
         }
         position = stop
@@ -146,15 +177,8 @@ def _write_file(path: Path, tensors: Mapping[str, Exported]) -> None:
     text += b" " * (-len(text) % 8)
     with disk_errors(f"writing {path}"), open(path, "xb") as file:
         file.write(_LENGTH.pack(len(text)) + text)
-        for name in order:
-            for piece in tensors[name].pieces():
-                file.write(_bytes_of(piece))
-
-
-def _bytes_of(piece: Any) -> memoryview:
-    import torch
-
-    return memoryview(piece.contiguous().view(-1).view(torch.uint8).numpy())
+        for part in run(part for name in order for part in tensors[name].parts()):
+            file.write(part)
 
 
 def _read_file(path: Path) -> dict[str, Any]:

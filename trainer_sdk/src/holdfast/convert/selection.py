@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from holdfast.reading.checkpoint import LazyTensor, SavedCheckpoint
-from holdfast_core.errors import ConfigError
+from holdfast.reading.checkpoint import Box, LazyTensor, SavedCheckpoint
+from holdfast_core.errors import ConfigError, UnsupportedStateError
 
 CASTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 """Types to which an export can convert floating-point tensors, with their names in safetensors."""
 _PIECE_BYTES = 64 << 20
+
+PartMaker = Callable[[], memoryview]
+"""Makes the bytes of one part of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +39,38 @@ class Exported:
         return self.tensor.torch_dtype if self.dtype is None else getattr(torch, self.dtype)
 
     @property
-    def nbytes(self) -> int:
-        return math.prod(self.tensor.shape) * int(self.torch_dtype.itemsize)
+    def stored_dtype(self) -> str:
+        """Type in safetensors. Raises UnsupportedStateError if safetensors does not have it."""
+        if self.dtype is not None:
+            return CASTS[self.dtype]
+        if self.tensor.is_raw:
+            raise UnsupportedStateError(
+                f"{self.tensor.name}: safetensors has no type {self.tensor.torch_dtype}: export it as dcp "
+                "or torch"
+            )
+        return self.tensor.stored_dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
 
     def read(self) -> Any:
         """Return the whole tensor, of torch also where an array was saved."""
         dtype = self.torch_dtype
         return _as_tensor(self.tensor.read()).to(dtype)
 
-    def pieces(self) -> Iterator[Any]:
-        """Yield flat parts of at most about 64 MiB, in row-major order."""
-        for piece in self.tensor.pieces(_PIECE_BYTES):
-            yield _as_tensor(piece).to(self.torch_dtype)
+    def parts(self) -> Iterator[PartMaker]:
+        """Yield the makers of parts of at most about 64 MiB, in row-major order."""
+        for box in self.tensor.boxes(_PIECE_BYTES):
+            yield partial(self._part, box)
+
+    def _part(self, box: Box) -> memoryview:
+        if self.dtype is None:
+            return self.tensor.read_stored(box).data
+        import torch
+
+        flat = _as_tensor(self.tensor.read_flat(box)).to(self.torch_dtype)
+        return memoryview(flat.view(torch.uint8).numpy())
 
 
 def _as_tensor(value: Any) -> Any:

@@ -102,6 +102,7 @@ class BoxReader(Closing):
         self.tier = source.tier
         self._layouts: dict[Rank, RankLayout] = {}
         self._shards: OrderedDict[Rank, ShardSource] = OrderedDict()
+        self.most_open = _OPEN_SHARDS
 
     @property
     def name(self) -> str:
@@ -165,7 +166,7 @@ class BoxReader(Closing):
         """Lend the open shard of a rank. It is closed after an error, and when others were used since."""
         shard = self._shards.pop(rank, None)
         if shard is None:
-            if len(self._shards) >= _OPEN_SHARDS:
+            if len(self._shards) >= self.most_open:
                 self._shards.popitem(last=False)[1].close()
             shard = self._source.open_shard(self.manifest.ref(rank))
         try:

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.reading.boxes import BoxReader, Memory
 from holdfast.reading.source import CheckpointSource
 from holdfast.state.tensors import RAW, own_name, view_stored
-from holdfast.state.tree import STATE, Decoder
+from holdfast.state.tree import METRICS, STATE, Decoder
 from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     ConfigError,
@@ -25,6 +25,9 @@ from holdfast_core.ids import ByteRange, CheckpointId, Rank
 from holdfast_core.reshard.boxes import holders_of, saved_state
 
 _NOWHERE = ByteRange(0, 0)
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths of a part of a tensor, by dimension."""
 
 
 class LazyTensor:
@@ -94,6 +97,11 @@ class LazyTensor:
         return found
 
     @property
+    def dtype_name(self) -> str:
+        """The name of the dtype, such as bfloat16, without an import of torch."""
+        return self._dtype
+
+    @property
     def stored_dtype(self) -> str:
         """The dtype of the stored bytes in safetensors, such as BF16."""
         return self._stored_dtype
@@ -106,8 +114,7 @@ class LazyTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        size = element_bytes(self._stored_dtype, self.name)
-        return math.prod(self._stored_shape) * size
+        return math.prod(self._stored_shape) * element_bytes(self._stored_dtype, self.name)
 
     def read(self) -> Any:
         """Return the whole tensor. Raises CorruptionError, NotFoundError."""
@@ -122,18 +129,30 @@ class LazyTensor:
 
     def pieces(self, limit_bytes: int) -> Iterator[Any]:
         """Yield flat parts of the tensor in row-major order, each of at most about `limit_bytes`."""
-        if not math.prod(self.shape):
-            return
-        yield from self._split((0,) * len(self.shape), self.shape, 0, limit_bytes)
+        for box in self.boxes(limit_bytes):
+            yield self.read_flat(box)
+
+    def boxes(self, limit_bytes: int) -> Iterator[Box]:
+        """Yield the boxes of the parts that `pieces` yields."""
+        if math.prod(self.shape):
+            yield from self._split((0,) * len(self.shape), self.shape, 0, limit_bytes)
+
+    def read_flat(self, box: Box) -> Any:
+        """Return a box as a flat tensor or array. Raises CorruptionError, NotFoundError."""
+        shape = (math.prod(box[1]),)
+        return view_stored(self.read_stored(box), self._dtype, shape, array=self.is_array)
+
+    def read_stored(self, box: Box) -> Memory:
+        """Return the stored bytes of a box in row-major order. Raises CorruptionError, NotFoundError."""
+        return self._memory(*box)
 
     def _split(
         self, offsets: tuple[int, ...], lengths: tuple[int, ...], axis: int, limit_bytes: int
-    ) -> Iterator[Any]:
+    ) -> Iterator[Box]:
         size = self.nbytes // math.prod(self.shape)
         inner = math.prod(lengths[axis + 1 :]) * size
         if axis == len(lengths) or math.prod(lengths[axis:]) * size <= limit_bytes:
-            memory = self._memory(offsets, lengths)
-            yield view_stored(memory, self._dtype, (math.prod(lengths),), array=self.is_array)
+            yield offsets, lengths
             return
         count = max(1, limit_bytes // inner)
         for start in range(0, lengths[axis], count):
@@ -243,6 +262,15 @@ class SavedCheckpoint(Closing):
             name: self._tensor(name, found[name].dtype, found[name].shape) for name in sorted(found)
         }
 
+    def metrics(self) -> dict[str, float]:
+        """Return what rank 0 had reported by `Checkpointer.report` when it saved. Raises CorruptionError."""
+        found = self._root(Rank(0)).get(METRICS, {})
+        if not isinstance(found, dict) or not all(
+            isinstance(value, int | float) for value in found.values()
+        ):
+            raise FormatError(f"{self._reader.name}: the metrics of rank 0 are not numbers by name")
+        return {name: float(value) for name, value in found.items()}
+
     def objects(self, rank: int = 0) -> dict[str, Any]:
         """Return the state that a rank saved, nested as it was, with a LazyTensor for each tensor.
 
@@ -262,6 +290,10 @@ class SavedCheckpoint(Closing):
             raise FormatError(f"{self._reader.name}: the state of rank {rank} is not a dict")
         return decoded
 
+    def keep_open(self, shards: int) -> None:
+        """Keep at most `shards` files open between two reads. Each may keep a buffer of 8 MiB."""
+        self._reader.most_open = shards
+
     def close(self) -> None:
         """Release the checkpoint, which may then be pruned."""
         self._reader.close()
@@ -269,11 +301,14 @@ class SavedCheckpoint(Closing):
     # ------------------------------------------------------------------ inside
 
     def _encoded(self, rank: Rank) -> dict[str, Any]:
+        found: dict[str, Any] = self._root(rank)[STATE]
+        return found
+
+    def _root(self, rank: Rank) -> dict[str, Any]:
         root = unpack_objects(self._reader.read_objects(rank))
         if not isinstance(root, dict) or not isinstance(root.get(STATE), dict):
             raise FormatError(f"{self._reader.name}: the objects of rank {rank} contain no state")
-        found: dict[str, Any] = root[STATE]
-        return found
+        return root
 
     def _referred(self, layout: RankLayout, reference: dict[str, Any]) -> LazyTensor:
         name = reference["$tensor"]

@@ -25,9 +25,9 @@ import numpy as np
 from holdfast.state.kinds import NO_CLASSES, Classes, plain_names
 from holdfast.state.template import Template, make_template
 from holdfast.state.tensors import RAW, Leaf, bytes_of, is_tensor, own_name, torch_view, view_stored
-from holdfast.state.tree import STATE, Decoder, Encoder, StateDictCache, StateText, is_text
+from holdfast.state.tree import METRICS, STATE, Decoder, Encoder, StateDictCache, StateText, is_text
 from holdfast_core.errors import FormatError, UnsupportedStateError
-from holdfast_core.format.canonical import digest_of
+from holdfast_core.format.canonical import digest_of, dumps_canonical
 from holdfast_core.format.payload import (
     LENGTH_BYTES,
     PayloadPlan,
@@ -82,6 +82,13 @@ class Snapshot:
     """All optimizers of the state."""
     classes: Mapping[str, type[Any] | None] = field(default_factory=dict)
     """See `Encoder.classes`."""
+
+    def with_metrics(self, metrics: Mapping[str, float]) -> Snapshot:
+        """Return this snapshot with reported metrics in its objects, where there are some."""
+        if not metrics:
+            return self
+        found = dumps_canonical({METRICS: dict(metrics)})
+        return replace(self, objects=b"%b,%b" % (found[:-1], self.objects[1:]))
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:

@@ -62,6 +62,8 @@ from holdfast_core.format.payload import METADATA_NAME, OBJECTS_NAME
 from holdfast_core.format.rank_layout import MAX_FQN, owner_of
 
 STATE = "state"
+METRICS = "metrics"
+"""What rank 0 had reported when it saved: numbers by name. Only rank 0 has it, and not without a report."""
 """Key of the state in the objects of a payload."""
 _MAX_PATH = MAX_FQN - 64
 """Characters of a path. The rest of a name is for what is appended to make it unique."""
