@@ -9,9 +9,9 @@ A new kind of command takes three steps:
 1. A command of `holdfast-sidecar` that ends with `termination.write_report`, as `process/store_drill.py`
    does. A failure is a report too: `{"error": ..., "message": ...}`.
 2. A `StoreVerb`, and a function that returns the `StoreCommand` of an owner. The owner is the object that
-   is meant: a CheckpointStore, a Checkpoint, a TrainingJob or a CheckpointAdoption. Kubernetes deletes the
-   pod with it. `StoreCommand.key` is the pass that starts the pod and reads its result. It is queued at each
-   change of the pod.
+   is meant: a CheckpointStore, a TrainingJob or a CheckpointAdoption. Kubernetes deletes the pod with it. A
+   Checkpoint can be one too, once operator-policy.yaml of the chart lists its kind. `StoreCommand.key` is the
+   pass that starts the pod and reads its result. It is queued at each change of the pod.
 3. In that pass, `CommandRuns` (apply/command_runs.py): `look`, `start` while there is no pod, and `end` once
    the result is written.
 
