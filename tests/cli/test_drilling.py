@@ -138,7 +138,7 @@ def test_a_world_size_without_restore_is_refused() -> None:
         (checkpoint(20, 0, deleting=True), "is being deleted"),
         (checkpoint(20, 0, phase=None), "not saved yet"),
         (checkpoint(20, 0, persisted=False), "is not in an object store"),
-        (checkpoint(20, 0), "is not in an object store"),
+        (checkpoint(20, 0, store=None), "is not in an object store"),
     ],
 )
 def test_what_cannot_be_drilled_is_said_at_once(found: Checkpoint, text: str) -> None:
