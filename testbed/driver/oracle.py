@@ -82,7 +82,9 @@ def _status_history(history: Sequence[Object]) -> Iterable[str]:
             floor = int(persisted.get("step", 0)) if int(persisted.get("round", 0)) < round_ else 0
             if f"s{floor}-r{persisted.get('round')}" in status.get("quarantined", ()):
                 floor = 0  # ranks failed from it, or a drill found it damaged
-            if step < floor:
+            # A person may roll the gang back below a persisted step, and the lineage says so.
+            lineage = status.get("lineage") or [{}]
+            if step < floor and floor > int(lineage[-1].get("rolledBackFrom", -1)):
                 yield f"I4: round {round_} restored step {step} although {floor} was persisted"
         committed = "lastCommittedStep" in status
 

@@ -284,8 +284,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ['failurePolicy.startOver.atMost is "-5m"'],
     ),
     "a confirmed round below zero": (
-        job_object(failurePolicy={"startOver": {"confirmedRound": -1}}),
-        ["startOver.confirmedRound must be at least 0, got -1: write the round of the newest"],
+        job_object(rollback={"round": -1}),
+        ["rollback.round must be at least 0, got -1: write the round of the newest"],
     ),
     "avoid a node after no failure": (
         job_object(failurePolicy={"avoidNodes": {"failures": 0}}),
@@ -527,9 +527,7 @@ def test_bad_input_is_refused(cluster: ControlPlane, case: str) -> None:
 ACCEPTED: dict[str, dict[str, Any]] = {
     "smallest job": job_object(),
     "start over never": job_object(failurePolicy={"startOver": {"atMost": "0s"}}),
-    "start over after hours": job_object(
-        failurePolicy={"startOver": {"atMost": "1h30m", "confirmedRound": 0}}
-    ),
+    "start over after hours": job_object(failurePolicy={"startOver": {"atMost": "1h30m"}}),
     "drills with the defaults": verified_store(),
     "drills of several": verified_store(every="1h30m", sample=3, restore=True),
     "a drill of one checkpoint": checkpoint_object(verify={"trigger": "now"}),

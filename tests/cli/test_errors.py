@@ -16,7 +16,11 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from tests.support.operator.builders import checkpoint, job, status
 from tests.support.servers.ports import free_port
+
+from holdfast_core.api import LineageEntry
+from holdfast_core.ids import RestartRound, Step
 
 
 @dataclass
@@ -436,7 +440,7 @@ def lost(server: ApiServer) -> ApiServer:
 def test_a_start_over_names_the_round_that_is_given_up(lost: ApiServer, config: Path) -> None:
     ended = run(config, "restart", "gpt", "--from-start", "--yes")
     assert ended.returncode == 0, ended.stderr
-    assert lost.bodies == [{"spec": {"failurePolicy": {"startOver": {"confirmedRound": 3}}}}]
+    assert lost.bodies == [{"spec": {"rollback": {"round": 3, "step": None}}}]
     assert "gpt starts over" in ended.stdout
 
 
@@ -454,3 +458,43 @@ def test_a_restart_says_from_where(lost: ApiServer, config: Path) -> None:
 
 def test_a_start_over_of_a_job_that_does_not_exist(lost: ApiServer, config: Path) -> None:
     assert "not found in namespace team-a" in complaint(config, "restart", "other", "--from-start")
+
+
+@pytest.fixture
+def training(server: ApiServer) -> ApiServer:
+    """Return a server with a job that trains, and has a checkpoint of step 40."""
+    server.refuse(404, "not found")
+    given = job(2, status(3, (0, 0), step=Step(57), lineage=(LineageEntry(round=RestartRound(3)),)))
+    server.answers["/trainingjobs/job"] = 200, json.dumps(given.to_dict())
+    items = {"items": [checkpoint(40, 3).to_dict()]}
+    server.answers["/checkpoints"] = 200, json.dumps(items)
+    return server
+
+
+def test_a_rollback_names_its_step_and_the_round_that_was_seen(
+    training: ApiServer, config: Path
+) -> None:
+    ended = run(config, "restore", "job", "--step", "40", "--yes")
+    assert ended.returncode == 0, ended.stderr
+    assert training.bodies == [{"spec": {"rollback": {"round": 3, "step": 40}}}]
+    assert "goes back to step 40" in ended.stdout
+
+
+def test_a_rollback_without_a_terminal_needs_yes(training: ApiServer, config: Path) -> None:
+    ended = run(config, "restore", "job", "--step", "40")
+    assert ended.returncode == 1
+    assert "17 steps are trained again" in ended.stderr
+    assert "--yes" in ended.stderr
+    assert training.bodies == []
+
+
+def test_a_rollback_to_an_unknown_step_is_refused(training: ApiServer, config: Path) -> None:
+    assert "no checkpoint of step 41" in complaint(config, "restore", "job", "--step", "41")
+    assert training.bodies == []
+
+
+def test_a_rollback_needs_a_step(training: ApiServer, config: Path) -> None:
+    assert run(config, "restore", "job").returncode == 2
+    ended = run(config, "restore", "job", "--step", "-1")
+    assert ended.returncode == 2
+    assert "-1 is below 0" in ended.stderr

@@ -18,7 +18,8 @@ def job(*conditions: str, **changes: Any) -> dict[str, Any]:
         kind, _, rest = text.partition("=")
         value, reason, message = rest.split(":", 2)
         found.append({"type": kind, "status": value, "reason": reason, "message": message})
-    status = {"step": 17, "conditions": found, "lineage": [{"round": 0}]}
+    lineage = [{"round": 0}] if found else []
+    status = {"step": 17, "conditions": found, "lineage": lineage}
     return {
         "kind": "TrainingJob",
         "metadata": {"name": "gpt"},
@@ -40,7 +41,7 @@ def test_a_job_that_waits_for_it_is_started_over() -> None:
     [
         pytest.param(
             job(*WAITS, metadata={"name": "gpt", "deletionTimestamp": "now"}),
-            "is being deleted: create it again",
+            "is being deleted: create another job",
             id="being deleted",
         ),
         pytest.param(

@@ -262,7 +262,7 @@ def test_the_pod_of_a_worker_may_have_been_a_spare():
         "spec": {"workers": 1},
         "status": {
             "members": [3],
-            "spares": {"promoted": [promoted.model_dump(mode="json", by_alias=True)]},
+            "spares": {"promoted": [str(promoted)]},
         },
     }
     (member,) = members(job, [pod("gpt-x-s0-r0", "a"), pod("gpt-x-s0-r3", "b")])

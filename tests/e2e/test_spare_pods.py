@@ -29,7 +29,7 @@ def test_a_spare_pod_takes_the_place_of_a_deleted_one(scenario):
     scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
     job.wait_round(1)
     status = job.status
-    assert status["spares"]["promoted"] == [{"worker": 1, "pod": spare}]
+    assert status["spares"]["promoted"] == [f"1={spare}"]
     assert status["members"] == [0, 1, 0]
     assert job.pod_name(1) == spare
     assert _spares(job)[spare] == uid, "no pod was created for the worker"

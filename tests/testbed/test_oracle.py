@@ -102,3 +102,12 @@ def test_digests_are_compared_for_every_rank():
     assert len(compare_digests({0: "a", 1: "b"}, {0: "a"})) == 1
     assert len(compare_digests({0: "a"}, {0: "x"})) == 1
     assert compare_digests({}, {}) != [], "an empty reference proves nothing"
+
+
+def test_a_rollback_that_the_lineage_records_breaks_no_invariant() -> None:
+    def back(reached: int) -> Evidence:
+        lineage = [{"round": 1, "base": "s10-r0", "rolledBackFrom": reached}]
+        return evidence([status(0, (20, 0)), {**status(1, (20, 0), 10), "lineage": lineage}])
+
+    assert judge(back(23)) == []
+    assert "I4" in "".join(judge(back(15)))

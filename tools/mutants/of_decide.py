@@ -164,7 +164,7 @@ OF_DECIDE = (
     Mutant(
         name="decide/start-over-of-any-length",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}facts/start_over.py",
+        file=f"{_DECIDE}facts/rollback.py",
         original=" and limit > 0 and lost.seconds <= limit",
         replacement=" and limit > 0",
         loses="A job that trained for days starts over without a question.",
@@ -173,11 +173,20 @@ OF_DECIDE = (
     Mutant(
         name="decide/start-over-is-confirmed-for-good",
         kind=Kind.MISSING_CHECK,
-        file=f"{_DECIDE}facts/start_over.py",
-        original="bool(lineage) and lineage[-1].round == confirmed",
+        file="core/src/holdfast_core/api/training_job.py",
+        original="bool(lineage) and lineage[-1].round == self.round",
         replacement="bool(lineage)",
         loses="One command gives up all later histories of the job, too.",
         tests=_START_OVER,
+    ),
+    Mutant(
+        name="decide/rollback-to-a-missing-checkpoint",
+        kind=Kind.MISSING_CHECK,
+        file="core/src/holdfast_core/rollback.py",
+        original="    if id_ in status.missing:",
+        replacement="    if False:",
+        loses="A gang that trains is stopped for a checkpoint that no place has.",
+        tests=(f"{_TESTS}test_rollback.py",),
     ),
     Mutant(
         name="decide/start-over-without-the-store",

@@ -1,4 +1,4 @@
-"""`kubectl holdfast`: show jobs and their checkpoints, request saves, prune, verify, and start jobs over."""
+"""`kubectl holdfast`: show jobs and checkpoints, request saves, prune, verify, roll back and start over."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from rich.live import Live
 
 from holdfast_cli.cluster import VERSION, ClusterClient, ClusterError
 from holdfast_cli.drilling import verify_checkpoint
-from holdfast_cli.gangs import KINDS, MemberPod, obstacle_to_start_over
+from holdfast_cli.gangs import MemberPod, obstacle_to_start_over
 from holdfast_cli.pruning import prune_store
 from holdfast_cli.question import confirm
+from holdfast_cli.restoring import order_rollback, restore
 from holdfast_cli.views import Screen, checkpoints_view, gangs_view, status_view
 from holdfast_core.names import GROUP
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the names of pods
 _DESCRIPTION = (
     "Show training jobs and their checkpoints, request saves, prune and verify what is in the object store, "
-    "and start jobs over that have lost every checkpoint."
+    "roll jobs back, and start jobs over that have lost every checkpoint."
 )
 _EXIT_CODES = (
     "Exit codes: 0 success; 1 the cluster cannot be reached, it refused the request, or the save failed "
@@ -145,7 +146,21 @@ def _parser() -> argparse.ArgumentParser:
         "-y", "--yes", action="store_true", help="do not ask (needed without a terminal)"
     )
     restart.set_defaults(run=_restart)
-    for verb in (status, checkpoints, save, prune, verify, restart):
+    restore_ = verbs.add_parser(
+        "restore",
+        help="roll a job back to one of its checkpoints",
+        description="Show what a rollback of a job to one of its checkpoints gives up, and begin it after a "
+        "question. The gang trains again from that step, in its present pods.",
+    )
+    restore_.add_argument("job", help="a TrainingJob or a CheckpointAdoption")
+    restore_.add_argument(
+        "--step", type=_step, required=True, metavar="N", help="step of the checkpoint"
+    )
+    restore_.add_argument(
+        "-y", "--yes", action="store_true", help="do not ask (needed without a terminal)"
+    )
+    restore_.set_defaults(run=restore)
+    for verb in (status, checkpoints, save, prune, verify, restart, restore_):
         _add_place(verb, argparse.SUPPRESS)
     for verb in (status, checkpoints):
         verb.add_argument(
@@ -278,6 +293,13 @@ def _at_least_two(text: str) -> int:
     return number
 
 
+def _step(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is below 0")
+    return number
+
+
 def _restart(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
     gang = cluster.gang(arguments.job)
     obstacle = obstacle_to_start_over(gang)
@@ -291,10 +313,7 @@ def _restart(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
             refused=f"{arguments.job} was not started over",
             no_terminal=f"{lost}. Without a terminal, --yes confirms it",
         )
-    # The newest round of the lineage: a start over begins a newer one, so a second command has no effect.
-    confirmed = {"confirmedRound": status["lineage"][-1]["round"]}
-    spec = {"failurePolicy": {"startOver": confirmed}}
-    cluster.patch(KINDS[gang["kind"]], arguments.job, {"spec": spec})
+    order_rollback(cluster, gang, None)
     print(f"{arguments.job} starts over; kubectl holdfast status {arguments.job} shows it")
 
 

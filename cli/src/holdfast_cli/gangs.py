@@ -33,19 +33,28 @@ def accepted(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return next((gang for gang in found if not _is_refused(gang)), found[0])
 
 
-def obstacle_to_start_over(gang: dict[str, Any]) -> str | None:
-    """Return why the gang cannot be started over now, and what to do instead. None: it waits for that."""
+def obstacle_to_order(gang: dict[str, Any]) -> str | None:
+    """Return why no order can change from where this gang trains, and what to do instead. None: it can."""
     name, status = gang["metadata"]["name"], gang.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions", [])}
-    true = {kind for kind, c in conditions.items() if c["status"] == "True"}
-    running = conditions.get("Running")
     if gang["metadata"].get("deletionTimestamp"):
-        return f"{name} is being deleted: create it again to start over"
+        return f"{name} is being deleted: create another job, which may name a checkpoint in restoreFrom"
     for end in ("Complete", "Failed"):
-        if end in true:
+        if end in conditions and conditions[end]["status"] == "True":
             return f"{name} is over ({end}): create a new job, which may name a checkpoint in restoreFrom"
     if _is_refused(gang):
         return f"{name} is not accepted: {conditions['Accepted']['message']}"
+    return None if status.get("lineage") else f"{name} has not begun yet"
+
+
+def obstacle_to_start_over(gang: dict[str, Any]) -> str | None:
+    """Return why the gang cannot be started over now, and what to do instead. None: it waits for that."""
+    found = obstacle_to_order(gang)
+    if found is not None:
+        return found
+    name, status = gang["metadata"]["name"], gang["status"]
+    conditions = {c["type"]: c for c in status["conditions"]}
+    true = {kind for kind, c in conditions.items() if c["status"] == "True"}
     if "Suspended" in true or gang["spec"].get("suspend"):
         return f"{name} is suspended: set spec.suspend to false first"
     if "CheckpointsLost" in true:
@@ -53,11 +62,11 @@ def obstacle_to_start_over(gang: dict[str, Any]) -> str | None:
     if "Running" in true:
         step = status.get("step", 0)
         return (
-            f"{name} trains, and to start it over would lose step {step} and all before it. Create another "
-            "job to train from the start, or delete this one first"
+            f"{name} trains, and to start it over would lose step {step} and all before it. "
+            f"`kubectl holdfast restore {name} --step N` rolls it back to a checkpoint; create another job "
+            "to train from the start"
         )
-    if running is None:
-        return f"{name} has not begun yet"
+    running = conditions["Running"]
     return f"{name} does not wait for a start over. {running['reason']}: {running['message']}"
 
 

@@ -93,7 +93,7 @@ def member_pod_names(job: Mapping[str, Any]) -> list[str]:
     """
     meta, status = job["metadata"], job.get("status") or {}
     promoted = (status.get("spares") or {}).get("promoted") or []
-    spares = {spare["worker"]: spare["pod"] for spare in promoted}
+    spares = {int(worker): pod for worker, _, pod in (text.partition("=") for text in promoted)}
     return [
         spares.get(worker) or pod_name(meta["name"], meta["uid"], worker, birth)
         for worker, birth in enumerate(status.get("members") or [])

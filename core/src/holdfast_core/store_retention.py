@@ -98,11 +98,14 @@ def needed_in_store(
     last, point = gang.status.last_persisted, gang.status.restore_point
     apart = {c.step for c in quarantined(gang)}
     start = None if point is None or point.job_uid is not None else point.id
+    order = gang.spec.rollback
+    wanted = order.step if order is not None and order.stands(gang.status.lineage) else None
+    back = [id_ for id_, c in known if id_.step == wanted and is_stored(c)]
     return {
         RetentionReason.PINNED: [id_ for id_, c in known if c.spec.pin],
         RetentionReason.CLONED: [id_ for id_, c in known if c.name in cloned],
         RetentionReason.QUARANTINED: [id_ for id_, _ in known if id_.step in apart],
-        RetentionReason.RESTORE_POINT: [] if start is None else [start],
+        RetentionReason.RESTORE_POINT: back if start is None else [start, *back],
         RetentionReason.NEWEST_PERSISTED: [] if last is None else [last.id],
     }
 

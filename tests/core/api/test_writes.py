@@ -97,7 +97,7 @@ def test_a_patch_names_every_field_so_that_absent_ones_are_removed() -> None:
         "spares": {
             "ready": 1,
             "births": [0, 3],
-            "promoted": [{"worker": 1, "pod": "gpt-s1-r0"}],
+            "promoted": ["1=gpt-s1-r0"],
         },
         "startTime": "2026-01-01T12:30:15Z",
         "completionTime": None,

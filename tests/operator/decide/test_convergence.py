@@ -283,11 +283,9 @@ class Simulation:
 
     def start_over(self) -> None:
         """Confirm the newest round of the lineage, as `kubectl holdfast restart --from-start` does."""
-        spec, lineage = self.cluster.job["spec"], self.cluster.job["status"].get("lineage")
+        lineage = self.cluster.job["status"].get("lineage")
         if lineage:
-            policy = spec["failurePolicy"]["startOver"]
-            confirmed = {**policy, "confirmedRound": lineage[-1]["round"]}
-            self.cluster.change_spec(failurePolicy={"startOver": confirmed})
+            self.cluster.change_spec(rollback={"round": lineage[-1]["round"]})
 
     def suspend(self, value: bool) -> None:
         if self.cluster.job["spec"].get("suspend", False) != value:

@@ -29,10 +29,11 @@ from holdfast_core.api import (
     changed,
     on_lineage,
 )
+from holdfast_core.api.training_job import RollbackSpec
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.messages.schema import ListedManifest, Seal
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.decide.facts.start_over import first_round, with_trained
+from holdfast_operator.decide.facts.rollback import first_round, with_trained
 from holdfast_operator.decide.gang import round_message
 from holdfast_operator.decide.restore_point import AskStore, Choice, Chosen, Wait, choose
 from holdfast_operator.model.actions import Call, ChooseRestorePoint
@@ -62,11 +63,12 @@ def observed(
     **changes: Any,
 ) -> Observed:
     """Return a gang of new pods, of which the first has listed the store."""
-    policy = FailurePolicySpec(start_over=StartOverSpec(at_most=at_most, confirmed_round=confirmed))
+    policy = FailurePolicySpec(start_over=StartOverSpec(at_most=at_most))
+    order = None if confirmed is None else RollbackSpec(round=RestartRound(confirmed))
     first, second = (sidecar(p, 3) for p in NEW)
     assert first.inventory is not None
     return Observed(
-        job=job_of(2, state, failure_policy=policy, store="main", **changes),
+        job=job_of(2, state, failure_policy=policy, rollback=order, store="main", **changes),
         pods=NEW,
         sidecars=(replace(first, inventory=replace(first.inventory, stored=stored)), second),
         store=store(),

@@ -39,8 +39,7 @@ def running_reason(status: TrainingJobStatus) -> str:
 
 def confirm(life: Life) -> None:
     """Do what `kubectl holdfast restart JOB --from-start` does."""
-    policy = {"atMost": "0s", "confirmedRound": life.status.lineage[-1].round}
-    life.change_spec(failurePolicy={"startOver": policy})
+    life.change_spec(rollback={"round": life.status.lineage[-1].round})
 
 
 def starts(life: Life) -> list[int | None]:

@@ -92,7 +92,7 @@ class ChoiceMade:
 
     `before` and `status` are the job's status before and after. `readable_members` names the members whose
     disks existed then; a pod that only fails to answer the operator still has its disk. `stored` are its
-    checkpoints in the object store, and `start_over` is that part of its spec.
+    checkpoints in the object store, and `start_over` and `rollback` are these parts of its spec.
     """
 
     before: Mapping[str, Any]
@@ -100,6 +100,7 @@ class ChoiceMade:
     readable_members: frozenset[str]
     stored: frozenset[CheckpointId]
     start_over: Mapping[str, Any]
+    rollback: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +221,7 @@ class FakeCluster:
                     self._readable(written),
                     frozenset(self.store.checkpoints),
                     dict(policy),
+                    dict(self.job["spec"].get("rollback") or {}),
                 )
             )
         self.statuses.append(written)
@@ -227,7 +229,7 @@ class FakeCluster:
     def member_names(self, status: Mapping[str, Any]) -> list[str]:
         """Return the names of the workers' pods by a status. A pod that was a spare keeps its name."""
         spares = (status.get("spares") or {}).get("promoted") or []
-        promoted = {r["worker"]: r["pod"] for r in spares}
+        promoted = {int(worker): pod for worker, _, pod in (r.partition("=") for r in spares)}
         return [
             promoted.get(key[0]) or pod_name("job", self.uid, *key)
             for key in enumerate(status.get("members") or [])

@@ -3,7 +3,8 @@
 I1 and I4: no restore point is older than what a level promised. I3: each round has one restore point. I5:
 rounds only increase. A restore point is a step that was committed or rolled forward, on the lineage. A gang
 with a committed step starts over only if it is recorded, nothing complete is left anywhere, and the training
-is shorter than its limit or a person has confirmed it.
+is shorter than its limit or a person has confirmed it. What a level promised is given up only for a step to
+which a person has rolled the gang back, in the first round whose restore point is chosen after the order.
 """
 
 from __future__ import annotations
@@ -46,10 +47,17 @@ def _rounds(cluster: FakeCluster) -> list[str]:
         last = status.get("lastPersisted")
         if last is not None:
             now = (last["step"], last["round"])
-            if now < persisted:
+            if now < persisted and not _is_off_lineage(persisted, status["lineage"]):
                 found.append(f"lastPersisted went back from {persisted} to {now}")
-            persisted = max(persisted, now)
+            persisted = now
     return found
+
+
+def _is_off_lineage(step_and_round: tuple[int, int], lineage: list[dict[str, Any]]) -> bool:
+    step, round_ = step_and_round
+    bases = ((e["round"], e.get("base")) for e in lineage)
+    later = [base for entry, base in bases if entry > round_]
+    return any(base is None or int(base[1:].partition("-")[0]) < step for base in later)
 
 
 def _deletions(cluster: FakeCluster) -> list[str]:
@@ -83,11 +91,18 @@ def _choices(cluster: FakeCluster, copies: int) -> list[str]:
                 found.append(f"round {round_} starts from {point}, which has no manifest")
             if before is not None and not is_ancestor(point, before, bases):
                 found.append(f"round {round_} starts from {point}, which is off the lineage")
+        if point is not None and _is_ordered(choice, point, before):
+            bases[round_] = point
+            continue
         persisted = choice.status.get("lastPersisted")
         # A quarantined checkpoint is not restored: ranks failed from it, or a drill found it damaged.
         apart = set(choice.status.get("quarantined", ()))
         if persisted is not None and f"s{persisted['step']}-r{persisted['round']}" in apart:
             persisted = None
+        if persisted is not None:
+            step_and_round = (persisted["step"], persisted["round"])
+            if _is_off_lineage(step_and_round, choice.before.get("lineage", [])):
+                persisted = None
         if persisted is not None and (point is None or point.step < persisted["step"]):
             found.append(f"round {round_} starts from {point}, below lastPersisted {persisted}")
         for promise in cluster.gang.promises:
@@ -102,6 +117,12 @@ def _choices(cluster: FakeCluster, copies: int) -> list[str]:
                 )
         bases[round_] = point
     return found
+
+
+def _is_ordered(choice: ChoiceMade, point: CheckpointId, before: int | None) -> bool:
+    """Return whether a person has rolled the gang back to this step since the choice before."""
+    order = choice.rollback
+    return (order.get("round"), order.get("step")) == (before, point.step)
 
 
 def _start_over(
@@ -124,7 +145,7 @@ def _start_over(
         (p.id.step for p in cluster.gang.promises if is_ancestor(p.id, before, bases)), default=0
     )
     # A step of the toy gang takes a second.
-    if newest > limit and policy.get("confirmedRound") != before:
+    if newest > limit and choice.rollback != {"round": before}:
         found.append(f"round {round_} gives up step {newest}, and nobody has confirmed it")
     return found
 

@@ -24,6 +24,7 @@ FULL = RankSettings(
     interval_steps=50,
     restore_step=Step(100),
     restore_known=True,
+    rolled_back_from=Step(140),
     scratch_dir="/dev/shm/x",
     agent_store=True,
     store_secret="secret",

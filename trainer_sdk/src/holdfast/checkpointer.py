@@ -337,6 +337,16 @@ class Checkpointer:
         return self._restored_step
 
     @property
+    def rolled_back_from(self) -> int | None:
+        """The step that the gang had reached when a person rolled it back below that step, or None.
+
+        It stays the same after restarts, until the training starts from this step or a later one. With it a
+        script can skip the data that spoiled the training. The step is as old as the operator's last look at
+        the gang, some seconds at most.
+        """
+        return self._settings.rolled_back_from
+
+    @property
     def run_id(self) -> str:
         """Identity of the training for experiment trackers: the same on all ranks and after each restart.
 

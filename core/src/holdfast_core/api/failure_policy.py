@@ -303,16 +303,6 @@ class StartOverSpec(ApiModel):
             ),
         ),
     ] = "30m"
-    confirmed_round: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            description="Restart round up to which a person gives up what was trained: the newest round in "
-            "status.lineage. The gang then starts over if nothing can be restored, whatever it loses. "
-            "`kubectl holdfast restart JOB --from-start` sets it. It has no effect on later rounds.",
-            json_schema_extra=remedy("write the round of the newest entry of status.lineage"),
-        ),
-    ] = None
 
     @property
     def limit(self) -> timedelta:

@@ -15,8 +15,8 @@ from holdfast_core.api.checkpoint_policy import CheckpointPolicySpec, PeerTierSp
 from holdfast_core.api.failure_policy import FailurePolicySpec
 from holdfast_core.api.rules import RULES, cel_rules, remedy, rule
 from holdfast_core.api.template import PodTemplate
-from holdfast_core.api.training_job_status import TrainingJobStatus
-from holdfast_core.ids import MAX_SPARES, JobUid
+from holdfast_core.api.training_job_status import LineageEntry, TrainingJobStatus
+from holdfast_core.ids import MAX_SPARES, JobUid, RestartRound, Step
 
 
 def _checkpoint_ref_by_rule(schema: dict[str, Any]) -> None:
@@ -42,6 +42,35 @@ class RestoreFromSpec(ApiModel):
     checkpoint_ref: Annotated[
         NameRef, Field(description="A committed Checkpoint of the same namespace.")
     ]
+
+
+class RollbackSpec(ApiModel):
+    """A person's order to train again from an older step. It is carried out once at most."""
+
+    round: Annotated[
+        RestartRound,
+        Field(
+            ge=0,
+            description="Restart round up to which a person gives up what was trained after the step: the "
+            "newest round in status.lineage. The round that carries out the order is a newer one. The order "
+            "has no effect on later rounds.",
+            json_schema_extra=remedy("write the round of the newest entry of status.lineage"),
+        ),
+    ]
+    step: Annotated[
+        Step | None,
+        Field(
+            ge=0,
+            description="Step of a checkpoint of the job, from which the gang trains again. "
+            "`kubectl holdfast restore JOB --step N` sets it. Absent: the start, which is restoreFrom or "
+            "step 0, if nothing can be restored (`kubectl holdfast restart JOB --from-start`).",
+            json_schema_extra=remedy("`kubectl holdfast checkpoints JOB` lists the steps"),
+        ),
+    ] = None
+
+    def stands(self, lineage: tuple[LineageEntry, ...]) -> bool:
+        """Return whether no restore point was chosen since a person gave the order."""
+        return bool(lineage) and lineage[-1].round == self.round
 
 
 class NodeLossSpec(ApiModel):
@@ -122,6 +151,13 @@ class GangSpec(ApiModel):
     restore_from: Annotated[
         RestoreFromSpec | None,
         Field(description="Checkpoint from which the first round starts. Default: none."),
+    ] = None
+    rollback: Annotated[
+        RollbackSpec | None,
+        Field(
+            description="Order to train again from an older step. Condition RolledBack says what became "
+            "of it."
+        ),
     ] = None
     failure_policy: Annotated[
         FailurePolicySpec,

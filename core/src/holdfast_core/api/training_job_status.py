@@ -6,6 +6,7 @@ Absent means "none yet"; no sentinel values.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -105,6 +106,9 @@ class JobCondition(StrEnum):
     CHECKPOINTS_LOST = "CheckpointsLost"
     """True while the gang waits for a person, because every copy of its checkpoints is lost and to start over
     would give up more training than failurePolicy.startOver.atMost; absent before that happens."""
+    ROLLED_BACK = "RolledBack"
+    """True once a round has begun from the step of spec.rollback. False while that is not possible, and the
+    message says why; absent before the job was to be rolled back."""
     FAILURE_RULES_APPLY = "FailureRulesApply"
     """False while a rule of failurePolicy.rules can never match; absent before that happens."""
 
@@ -186,6 +190,13 @@ class LineageEntry(ApiModel):
     ] = None
     base_manifest: Annotated[
         DigestField | None, Field(description="BLAKE3 of its manifest, b3:<hex>.")
+    ] = None
+    rolled_back_from: Annotated[
+        StepField | None,
+        Field(
+            description="Step that the gang had reached before a person rolled it back, if the base is below "
+            "it. Later rounds have it too, until one starts from this step or a later one."
+        ),
     ] = None
 
 
@@ -368,11 +379,37 @@ class ElasticStatus(ApiModel):
     ]
 
 
-class PromotedSpare(ApiModel):
+@dataclass(frozen=True, slots=True)
+class PromotedSpare:
     """A worker whose pod was a spare before."""
 
-    worker: Annotated[WorkerField, Field(description="Index of the worker.")]
-    pod: Annotated[str, Field(max_length=63, description="Name of the pod.")]
+    worker: Worker
+    pod: str
+
+    def __str__(self) -> str:
+        return f"{self.worker}={self.pod}"
+
+
+_PROMOTED = re.compile(r"^(0|[1-9][0-9]{0,8})=([a-z0-9.-]{1,63})$")
+
+
+def _read_promoted(value: Any) -> Any:
+    if isinstance(value, PromotedSpare):
+        return value
+    found = _PROMOTED.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError(
+            "a spare that became a worker is named by worker and pod, as 1=gpt-x-s0-r0"
+        )
+    return PromotedSpare(Worker(int(found[1])), found[2])
+
+
+PromotedField = Annotated[
+    PromotedSpare,
+    BeforeValidator(_read_promoted),
+    PlainSerializer(str, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "maxLength": 80, "pattern": _PROMOTED.pattern}),
+]
 
 
 class SparesStatus(ApiModel):
@@ -390,8 +427,11 @@ class SparesStatus(ApiModel):
         ),
     ] = ()
     promoted: Annotated[
-        tuple[PromotedSpare, ...],
-        Field(max_length=MAX_WORKERS, description="Workers of the gang whose pods were spares."),
+        tuple[PromotedField, ...],
+        Field(
+            max_length=MAX_WORKERS,
+            description="Workers of the gang whose pods were spares, with these pods, as 1=gpt-x-s0-r0.",
+        ),
     ] = ()
 
 

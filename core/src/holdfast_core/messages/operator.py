@@ -95,6 +95,9 @@ class Round:
     """The round in which the gang last began without an own checkpoint. Those of older rounds are off the
     lineage, whatever their steps."""
 
+    rolled_back_from: Step | None = None
+    """Step that the gang had reached before a person rolled it back, if the round starts below it."""
+
     def content_digest(self) -> Digest:
         """Return a digest of the message without its version and `last_persisted`.
 

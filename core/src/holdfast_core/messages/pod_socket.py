@@ -280,6 +280,8 @@ class Run:
     store_secret: Text = field(repr=False)
     """The launcher passes it to the ranks in their environment; see StoreAddress."""
     policy: Policy
+    rolled_back_from: Step | None = None
+    """Step that the gang had reached before a person rolled it back, if the round starts below it."""
 
 
 @dataclass(frozen=True, slots=True)

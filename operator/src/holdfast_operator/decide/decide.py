@@ -9,7 +9,8 @@ The rules apply in this order, and the first that fits decides the pass:
  6. activeDeadlineSeconds has passed: the job fails.
  7. Failures: a new round (CAS 1), a wait, or the end of the job (failures.py).
  8. Completion, or suspension after the gang has saved and stopped.
- 9. spec.workers has changed, and no committed step would be lost with the pods: a new round (CAS 1).
+ 9. A person has rolled the gang back, or spec.workers has changed and no committed step would be lost with
+    the pods: a new round (CAS 1).
 10. An elastic gang is resized when there are nodes for missing workers, and begins a round (CAS 1) without
     the workers for which there are none.
 11. The pods cannot all be scheduled in time: a new round (CAS 1) creates them again after a back-off.
@@ -46,7 +47,7 @@ from holdfast_operator.decide import (
     restore_point,
     writes,
 )
-from holdfast_operator.decide.facts import readable, scheduling, sizes, spec, start_over
+from holdfast_operator.decide.facts import readable, rollback, scheduling, sizes, spec
 from holdfast_operator.decide.facts.evidence import CANNOT_START
 from holdfast_operator.decide.facts.nodes import next_departure, waiting_note
 from holdfast_operator.decide.facts.spec import birth_problem
@@ -60,7 +61,11 @@ from holdfast_operator.decide.facts.world import (
     stop_requested,
 )
 from holdfast_operator.decide.report import recovery
-from holdfast_operator.decide.report.conditions import describe_wait, unreadable_pass
+from holdfast_operator.decide.report.conditions import (
+    describe_wait,
+    unreadable_pass,
+    with_rollback,
+)
 from holdfast_operator.decide.report.status import (
     must_write,
     refresh,
@@ -161,6 +166,7 @@ def _decide(world: World) -> Decision:
         status = ends.suspended(world)
         return written(world, status, [], "the gang has stopped and saved: the job is suspended")
     for rule in (  # the rules 9 to 13, each of which returns None if it does not apply
+        writes.roll_back,
         writes.resize_gang,
         writes.grow_gang,
         writes.shrink_gang,
@@ -221,7 +227,8 @@ def choose(world: World) -> Decision:
 def _chosen(world: World, choice: restore_point.Chosen) -> Decision:
     """Return CAS 2."""
     status = refresh(world, _with_choice(world, choice), Note(choice.reason, choice.message))
-    event = normal if choice.reason is Reason.RESTORE_POINT_CHOSEN else warning
+    wanted = (Reason.RESTORE_POINT_CHOSEN, Reason.ROLLED_BACK)
+    event = normal if choice.reason in wanted else warning
     write = ChooseRestorePoint(world.job.resource_version, status)
     remember_write(world)
     return Decision.of((write, event(choice.reason, choice.message)), 0.0, choice.message)
@@ -257,7 +264,14 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
     """
     status = _with_found(world, choice)
     point: RestorePointStatus = choice.point
-    entry = LineageEntry(round=world.round, base=point.id, base_manifest=choice.manifest)
+    entry = LineageEntry(
+        round=world.round,
+        base=point.id,
+        base_manifest=choice.manifest,
+        rolled_back_from=rollback.reached(
+            world, point, by_order=choice.reason is Reason.ROLLED_BACK
+        ),
+    )
     own = point.step if point.job_uid is None else None
     lineage = status.lineage
     if own is None and lineage:
@@ -268,7 +282,7 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
     if record is not None and record.round == world.round:
         status = status.with_recovery(changed(record, lost_steps=lost, restored_step=point.step))
     replicated = status.last_replicated_step
-    status = start_over.with_chosen(status, world, point)
+    status = rollback.with_chosen(status, world, point)
     return changed(
         status,
         restore_point=point,
@@ -449,6 +463,9 @@ def suspended(world: World) -> Decision:
         status = ends.withdrawn(world)
         return written(world, status, [], "the suspension is withdrawn")
     if world.spec.suspend:
+        shown = with_rollback(status, world)
+        if shown != status:
+            return written(world, shown, [], "spec.rollback waits for the end of the suspension")
         acted = None if world.coordinator is None else world.coordinator.version
         freed = ends.release_all(world)
         actions = (*ends.delete_all_pods(world), *checkpoints.marks(world), *freed)

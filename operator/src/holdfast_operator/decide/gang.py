@@ -55,9 +55,9 @@ from holdfast_operator.decide.facts.nodes import (
     misplaced_spares,
 )
 from holdfast_operator.decide.facts.readable import with_released
+from holdfast_operator.decide.facts.rollback import first_round
 from holdfast_operator.decide.facts.sizes import elastic_of
 from holdfast_operator.decide.facts.spec import birth_problem, outdated_pods
-from holdfast_operator.decide.facts.start_over import first_round
 from holdfast_operator.decide.facts.world import MemberState, World, worker_pod
 from holdfast_operator.decide.report.conditions import factor as hang_factor
 from holdfast_operator.model import labels
@@ -469,6 +469,7 @@ def round_message(world: World) -> Round:
         ),
         last_persisted=None if last is None else RestorePoint(last.step, last.round, last.manifest),
         lineage_from=first_round(status.lineage),
+        rolled_back_from=status.lineage[-1].rolled_back_from if status.lineage else None,
     )
 
 

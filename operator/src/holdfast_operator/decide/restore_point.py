@@ -20,9 +20,11 @@
 7. If no candidate is complete, a sidecar lists the object store, which may have a checkpoint that the
    status does not name.
 8. If a step is known to have been committed and no candidate is complete, the gang starts over if that
-   loses little, or a person has said so. Otherwise it waits for a person (start_over.py).
+   loses little, or a person has said so. Otherwise it waits for a person (rollback.py).
 9. A checkpoint that could not be read anywhere is chosen only if no other one is complete (readable.py).
    Sidecars then look for it until they find it.
+10. If a person has rolled the gang back to a step, that step is chosen if it is complete. Nothing newer is
+   waited for, because the person gives it up.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.ids import CheckpointId, Digest, Step, ranks_of
 from holdfast_core.messages.schema import UncommittedShard
 from holdfast_core.names import first_of
-from holdfast_operator.decide.facts import readable, start_over
+from holdfast_operator.decide.facts import readable, rollback
 from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.job import Done, Seen
 from holdfast_operator.model.reasons import Reason
@@ -114,6 +116,9 @@ def choose(world: World) -> Choice:
     holders = readable.holders(answered)
     best = readable.best(world, found, holders)
     newest = _newest_known(world, found)
+    back = _rolled_back(world, found, holders, waits=bool(unknown))
+    if back is not None:
+        return back
     if unknown:
         sure = None if best is None or best.id in readable.missing_ids(world) else best
         reason = _reason_to_await_silent(world, answered, sure)
@@ -256,6 +261,33 @@ def _chosen(world: World, best: readable.Candidate, newest: Step | None, unknown
     return Chosen(point, best.manifest, reason, text)
 
 
+def _rolled_back(
+    world: World, found: list[readable.Candidate], holders: readable.Holders, *, waits: bool
+) -> Choice | None:
+    """Return the choice that a person has ordered, or None if there is no order or it cannot be carried out.
+
+    Args:
+        waits: Whether a survivor that has not answered may hold the step.
+    """
+    order = rollback.ordered(world)
+    step = None if order is None else order.step
+    if step is None:
+        return None
+    of_step = (c for c in found if c.id.step == step and c.id not in readable.missing_ids(world))
+    there = next((c for c in of_step if readable.is_complete(c, holders)), None)
+    if there is not None:
+        point = RestorePointStatus(step=step, round=there.id.round)
+        text = (
+            f"round {world.round} starts from step {step} of round {there.id.round}, to which a person has "
+            "rolled the job back. The checkpoints of later steps stay until the retention takes them"
+        )
+        return Chosen(point, there.manifest, Reason.ROLLED_BACK, text)
+    if waits and not _timed_out(world):
+        text = f"workers have not answered yet: they may have step {step}, to which the job is rolled back"
+        return Wait(Note(Reason.WAITING_FOR_HOLDERS, text))
+    return None
+
+
 def _quarantined_above(world: World, step: Step | None) -> list[CheckpointId]:
     """Return the quarantined checkpoints of the lineage above a step, newest first. None: all of them."""
     return sorted(
@@ -273,12 +305,12 @@ def _started_over(world: World, committed: Step) -> Choice:
 
     A quarantined checkpoint may still be there. So only a person gives it up.
     """
-    lost, apart = start_over.loss(world, committed), _quarantined_above(world, None)
+    lost, apart = rollback.loss(world, committed), _quarantined_above(world, None)
     what = "every copy of one of its shards is lost"
     if committed in {c.step for c in apart}:
         what = "a drill found damage in it"
     why = f"step {committed} was committed, but {what}"
-    if start_over.is_confirmed(world) or (not apart and start_over.is_small(world, lost)):
+    if rollback.is_confirmed(world) or (not apart and rollback.is_small(world, lost)):
         choice = _from_spec(world, None)
         if not isinstance(choice, Chosen):
             return choice

@@ -26,7 +26,7 @@ from holdfast_core.api.training_job_status import MAX_NAMED_WORKERS
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import first_of
 from holdfast_operator.decide import checkpoints, ends, gang
-from holdfast_operator.decide.facts import scheduling, sizes
+from holdfast_operator.decide.facts import rollback, scheduling, sizes
 from holdfast_operator.decide.facts.evidence import (
     Failure,
     Ruling,
@@ -41,9 +41,9 @@ from holdfast_operator.decide.facts.nodes import (
     workers_to_move,
 )
 from holdfast_operator.decide.facts.readable import with_missing_restore_point
+from holdfast_operator.decide.facts.rollback import with_trained
 from holdfast_operator.decide.facts.sizes import with_missing_workers, with_resizing
 from holdfast_operator.decide.facts.spec import accepted, find_problem
-from holdfast_operator.decide.facts.start_over import with_trained
 from holdfast_operator.decide.facts.world import MemberState, Note, World, asked_for, stop_requested
 from holdfast_operator.decide.gang import with_expected_failures
 from holdfast_operator.decide.report import recovery
@@ -407,6 +407,26 @@ def go_back(world: World, failure: Failure) -> Decision:
     status = world.with_condition(status, JobCondition.RESIZING, False, *note)
     text = f"round {round_} begins: {text}"
     return begin_round(world, status, warning(Reason.RESIZE_FAILED, text))
+
+
+def roll_back(world: World) -> Decision | None:
+    """Return the decision that begins the round from the step of spec.rollback, or None if it is not due.
+
+    The gang keeps its pods. A round without a restore point needs no other one: its choice reads the order.
+    """
+    order = rollback.ordered(world)
+    step = None if order is None else order.step
+    if step is None or world.status.restore_point is None or world.spec.suspend:
+        return None
+    if rollback.obstacle(world, step) is not None:
+        return None
+    round_ = world.next_round
+    text = f"round {round_}: a person has rolled the job back to step {step}"
+    note = Note(Reason.ROLLED_BACK, text)
+    status = _begun(with_levels(world.status, world), world, _members(world, set(), round_), note)
+    status = _with_recovery(with_promotions(status, world), world, note)
+    status = world.with_condition(status, JobCondition.RESTARTING, True, *note)
+    return begin_round(world, status, normal(*note))
 
 
 def resize_gang(world: World) -> Decision | None:

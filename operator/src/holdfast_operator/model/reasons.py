@@ -79,6 +79,9 @@ class Reason(StrEnum):
     """A sidecar or a pod has a higher round than the status, for example because etcd was restored."""
     RESUMED = "Resumed"
     """spec.suspend is false again, or the gang stopped for a resize that is no longer wanted."""
+    ROLLED_BACK = "RolledBack"
+    """A person has rolled the job back: the round starts from the step of spec.rollback. Also the reason of
+    condition RolledBack=True."""
     RESIZED = "Resized"
     """spec.workers has changed. Also the reason of Resizing=False once the gang has trained with it."""
     RESIZE_FAILED = "ResizeFailed"
@@ -119,6 +122,13 @@ class Reason(StrEnum):
     the reason of condition CheckpointsLost."""
     STARTED_OVER = "StartedOver"
     """Every copy of the committed steps is lost, and the gang starts from restoreFrom or from step 0."""
+    ROLLING_BACK = "RollingBack"
+    """RolledBack is False: the next round starts from the step of spec.rollback."""
+    ROLLBACK_OUTDATED = "RollbackOutdated"
+    """RolledBack is False: the restore point of another round was chosen after the order was given, so the
+    order has no effect."""
+    ROLLBACK_WITHDRAWN = "RollbackWithdrawn"
+    """RolledBack is False: spec.rollback was removed before a round carried it out."""
     HOLDER_UNREACHABLE = "HolderUnreachable"
     """A lower step was chosen because a possible holder of the newest did not answer in time."""
     SHARDS_LOST = "ShardsLost"

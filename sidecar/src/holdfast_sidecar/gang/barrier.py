@@ -55,4 +55,5 @@ def open_barrier(facts: Facts) -> Run | str:
         master_port=facts.store_address.port,
         store_secret=facts.store_address.secret,
         policy=accepted.policy,
+        rolled_back_from=accepted.rolled_back_from,
     )

@@ -27,6 +27,9 @@ ENV_MTBF_SECONDS = "HOLDFAST_MTBF_SECONDS"
 """Mean time between failures that an automatic interval expects."""
 ENV_RESTORE_STEP = "HOLDFAST_RESTORE_STEP"
 """Step that this round starts from; "" where there is nothing to restore."""
+ENV_ROLLED_BACK_FROM = "HOLDFAST_ROLLED_BACK_FROM"
+"""Step that the gang had reached before a person rolled it back. Absent: this round starts from that step or
+a later one, or the gang was never rolled back."""
 ENV_STORE_SECRET = "HOLDFAST_STORE_SECRET"
 """Secret with which the ranks of a round sign their values in the gang's store. It is never stored there."""
 ENV_SCRATCH_DIR = "HOLDFAST_SCRATCH_DIR"
@@ -61,6 +64,8 @@ class RankSettings:
     `restore_known`."""
     restore_known: bool = False
     """Whether the launcher set `restore_step`, also if there is nothing to restore."""
+    rolled_back_from: Step | None = None
+    """Step that the gang had reached before a person rolled it back below it."""
     scratch_dir: str | None = None
     agent_store: bool = False
     """Whether a launcher hosts the store at the master address. Every rank is then its client."""
@@ -78,6 +83,7 @@ class RankSettings:
         if round_ is None:
             round_ = _int(source, "TORCHELASTIC_RESTART_COUNT")
         restore = source.get(ENV_RESTORE_STEP)
+        rolled_back_from = _int(source, ENV_ROLLED_BACK_FROM)
         settings = cls(
             rank=Rank(_int(source, "RANK") or 0),
             world_size=_int(source, "WORLD_SIZE") or 1,
@@ -90,6 +96,7 @@ class RankSettings:
             timing=_timing(source),
             restore_step=Step(int(restore)) if restore else None,
             restore_known=restore is not None,
+            rolled_back_from=None if rolled_back_from is None else Step(rolled_back_from),
             scratch_dir=source.get(ENV_SCRATCH_DIR) or None,
             agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             store_secret=source.get(ENV_STORE_SECRET) or None,
@@ -152,6 +159,8 @@ def rank_environment(
         env[ENV_MTBF_SECONDS] = str(settings.timing.mtbf_seconds)
     if settings.restore_known:
         env[ENV_RESTORE_STEP] = "" if settings.restore_step is None else str(settings.restore_step)
+    if settings.rolled_back_from is not None:
+        env[ENV_ROLLED_BACK_FROM] = str(settings.rolled_back_from)
     if settings.store_secret is not None:
         env[ENV_STORE_SECRET] = settings.store_secret
     if settings.scratch_dir is not None:

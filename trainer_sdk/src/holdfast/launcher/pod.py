@@ -423,6 +423,7 @@ def _settings(run: Run, contract: PodContract) -> RoundSettings:
         timing=run.policy.timing,
         restore_step=run.restore_point.step,
         restore_known=True,
+        rolled_back_from=run.rolled_back_from,
         store_secret=run.store_secret,
     )
     return RoundSettings(first, run.group_rank, contract.job_uid)

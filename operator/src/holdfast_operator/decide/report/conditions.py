@@ -30,7 +30,7 @@ from holdfast_core.ids import Rank, Step, Worker
 from holdfast_core.messages.schema import Straggler
 from holdfast_core.names import first_of
 from holdfast_core.store_retention import restored_instead
-from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts import readable, rollback
 from holdfast_operator.decide.facts.evidence import ALL_LOST_SECONDS
 from holdfast_operator.decide.facts.nodes import (
     failed_nodes,
@@ -198,6 +198,36 @@ def with_lost_checkpoints(status: TrainingJobStatus, world: World) -> TrainingJo
     if running is not None and running.reason == Reason.STARTED_OVER:
         found = Note(running.reason, running.message)
     return world.with_condition(status, kind, False, *found)
+
+
+def with_rollback(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
+    """Return the status with condition RolledBack, which a job gets with its first order to go back.
+
+    An order that was withdrawn before a round carried it out leaves the condition False.
+    """
+    kind, order = JobCondition.ROLLED_BACK, world.spec.rollback
+    step = None if order is None else order.step
+    if order is None or step is None:
+        if status.condition(kind) is None or status.is_true(kind):
+            return status
+        note = Note(Reason.ROLLBACK_WITHDRAWN, "spec.rollback names no step")
+        return world.with_condition(status, kind, False, *note)
+    later = [e for e in status.lineage if e.round > order.round]
+    found = next((e for e in later if e.base is not None and e.base.step == step), None)
+    if found is not None:
+        text = f"round {found.round} started from step {step}, as spec.rollback says"
+        return world.with_condition(status, kind, True, Reason.ROLLED_BACK, text)
+    if order.stands(status.lineage):
+        text = f"the next round starts from step {step}"
+        note = rollback.obstacle(world, step) or Note(Reason.ROLLING_BACK, text)
+        return world.with_condition(status, kind, False, *note)
+    newest = status.lineage[-1].round if status.lineage else None
+    text = (
+        f"spec.rollback names round {order.round}, and the newest round of the lineage is {newest}, which "
+        f"did not start from step {step}. To go back to it now: `kubectl holdfast restore {world.job.name} "
+        f"-n {world.job.namespace} --step {step}`"
+    )
+    return world.with_condition(status, kind, False, Reason.ROLLBACK_OUTDATED, text)
 
 
 def with_rules(status: TrainingJobStatus, world: World) -> TrainingJobStatus:

@@ -243,6 +243,7 @@ _CONDITIONS = (
     conditions.with_quarantine,
     conditions.with_missing,
     conditions.with_lost_checkpoints,
+    conditions.with_rollback,
     conditions.with_rules,
     conditions.with_passed_hangs,
     with_spec_applied,
@@ -343,6 +344,12 @@ _BY_REASON: dict[JobCondition, dict[str, EventKind]] = {
     JobCondition.CHECKPOINTS_LOST: {
         Reason.CHECKPOINTS_LOST: EventKind.WARNING,
         Reason.CHECKPOINTS_FOUND: EventKind.NORMAL,
+    },
+    JobCondition.ROLLED_BACK: {
+        Reason.CHECKPOINT_NOT_FOUND: EventKind.WARNING,
+        Reason.CHECKPOINT_NOT_RESTORABLE: EventKind.WARNING,
+        Reason.WAITING_FOR_STORE: EventKind.WARNING,
+        Reason.ROLLBACK_OUTDATED: EventKind.WARNING,
     },
     JobCondition.SUSPENDED: {Reason.SUSPENDED: EventKind.NORMAL},
 }

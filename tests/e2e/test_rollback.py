@@ -1,0 +1,66 @@
+"""A person rolls a job back while it trains, by `kubectl holdfast restore`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+from testbed.driver.jobs import Job
+from testbed.driver.kube import kubeconfig_path
+from testbed.driver.scenario import SHORT
+
+LONG = replace(SHORT, steps=120, sleep_per_step=0.4)  # the rollbacks must hit the training
+
+
+def restore(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `kubectl holdfast restore JOB --yes` with these options."""
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "holdfast_cli",
+            "restore",
+            job.name,
+            "-n",
+            job.namespace,
+            "--yes",
+            *words,
+        ],
+        env={**os.environ, "KUBECONFIG": kubeconfig_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def roll_back(job: Job, step: int) -> None:
+    """Roll the job back while it trains, and wait until it trains again."""
+    before = job.round
+    ended = restore(job, "--step", str(step))
+    assert ended.returncode == 0, ended.stderr
+    job.wait_round(before + 1, 180)
+    newest = job.status["lineage"][-1]
+    assert newest["base"].startswith(f"s{step}-r"), newest
+    assert newest["rolledBackFrom"] > step
+    job.wait_condition("RolledBack", "True", 60)
+
+
+def test_a_job_that_is_rolled_back_three_times_ends_in_the_same_bits(scenario):
+    """The reference run was never rolled back."""
+    job = scenario.start(LONG, object_every=10, keep_last=10)
+    base = job.wait_persisted(20)["step"]
+    refused = restore(job, "--step", "3")
+    assert refused.returncode == 1
+    assert "no checkpoint of step 3" in refused.stderr
+    pods = job.pod_uids()
+    for _ in range(3):
+        job.wait_step(base + 8)
+        roll_back(job, base)
+    assert job.pod_uids() == pods, "the pods stay"
+    assert job.status["restarts"] == 0
+    assert [r["reason"] for r in job.status["recoveries"]] == ["RolledBack"] * 3
+    job.wait_persisted(base + 10)
+    scenario.finish_and_judge(job, LONG)
