@@ -225,6 +225,24 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ckpt(retention={"whenDeleted": "DeleteData"}),
         ["spec.checkpoint.retention:", "the job has none: set checkpoint.object"],
     ),
+    "restoreFrom names a job and no checkpoint of it": (
+        job_object(restoreFrom={"jobRef": {"name": "other"}}),
+        ["spec.restoreFrom:", "has 0 of step, latest, before and best, expected exactly one"],
+    ),
+    "restoreFrom names a Checkpoint and a step": (
+        job_object(restoreFrom={"checkpointRef": {"name": "other-s5-r0"}, "step": 5}),
+        ["spec.restoreFrom:", "has 1 of step, latest, before and best, expected none"],
+    ),
+    "restoreFrom names two sources": (
+        job_object(
+            restoreFrom={
+                "checkpointRef": {"name": "other-s5-r0"},
+                "jobRef": {"name": "other"},
+                "latest": True,
+            }
+        ),
+        ["spec.restoreFrom:", "has 2 sources, expected exactly one"],
+    ),
     "restoreFrom names nothing": (
         job_object(restoreFrom={}),
         ["spec.restoreFrom:", "expected exactly one: set checkpointRef.name"],
@@ -533,6 +551,16 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "a drill of one checkpoint": checkpoint_object(verify={"trigger": "now"}),
     "a drill of one checkpoint for ranks": checkpoint_object(
         verify={"trigger": "now", "restore": True, "worldSize": 4}
+    ),
+    "a rollback": job_object(rollback={"round": 0, "step": 0}),
+    "a start over": job_object(rollback={"round": 7}),
+    "the newest of a job": job_object(restoreFrom={"jobRef": {"name": "other"}, "latest": True}),
+    "a step of a job": job_object(restoreFrom={"jobRef": {"name": "other"}, "step": 0}),
+    "before a time": job_object(
+        restoreFrom={"jobRef": {"name": "other"}, "before": "2026-05-01T12:00:00Z"}
+    ),
+    "the best of a job": job_object(
+        restoreFrom={"jobRef": {"name": "other"}, "best": {"metric": "loss", "mode": "min"}}
     ),
     "one worker without peers": job_object(workers=1),
     "one worker, no copies": job_object(workers=1, checkpoint={"peer": {"copies": 0}}),

@@ -464,7 +464,11 @@ def test_a_start_over_of_a_job_that_does_not_exist(lost: ApiServer, config: Path
 def training(server: ApiServer) -> ApiServer:
     """Return a server with a job that trains, and has a checkpoint of step 40."""
     server.refuse(404, "not found")
-    given = job(2, status(3, (0, 0), step=Step(57), lineage=(LineageEntry(round=RestartRound(3)),)))
+    given = job(
+        2,
+        status(3, (0, 0), step=Step(57), lineage=(LineageEntry(round=RestartRound(3)),)),
+        store="main",
+    )
     server.answers["/trainingjobs/job"] = 200, json.dumps(given.to_dict())
     items = {"items": [checkpoint(40, 3).to_dict()]}
     server.answers["/checkpoints"] = 200, json.dumps(items)
@@ -498,3 +502,25 @@ def test_a_rollback_needs_a_step(training: ApiServer, config: Path) -> None:
     ended = run(config, "restore", "job", "--step", "-1")
     assert ended.returncode == 2
     assert "-1 is below 0" in ended.stderr
+
+
+def test_a_fork_that_is_only_shown_creates_nothing(training: ApiServer, config: Path) -> None:
+    ended = run(config, "restore", "job", "--to-new-job", "fork", "--workers", "4", "--dry-run")
+    assert ended.returncode == 0, ended.stderr
+    shown = json.loads(ended.stdout)
+    assert (shown["metadata"]["name"], shown["spec"]["workers"]) == ("fork", 4)
+    assert not any("fork" in path for path in training.paths)
+
+
+def test_a_fork_without_a_terminal_needs_yes(training: ApiServer, config: Path) -> None:
+    ended = run(config, "restore", "job", "--step", "40", "--to-new-job", "fork")
+    assert ended.returncode == 1
+    assert "Job fork gets the spec of job with 2 workers, and starts from step 40" in ended.stderr
+    assert "--yes" in ended.stderr
+
+
+def test_options_of_a_fork_need_its_name(config: Path) -> None:
+    for option in (["--workers", "4"], ["--dry-run"]):
+        ended = run(config, "restore", "job", "--step", "40", *option)
+        assert ended.returncode == 2
+        assert "belong to --to-new-job" in ended.stderr

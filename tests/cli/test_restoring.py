@@ -1,14 +1,16 @@
-"""`kubectl holdfast restore` says what a rollback gives up, and refuses what the operator would refuse."""
+"""`kubectl holdfast restore` says what a rollback gives up, forks, and refuses what cannot be restored."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from tests.support.operator.builders import checkpoint, condition, job, manifest_digest, status
 
+from holdfast_cli.cluster import ClusterError
 from holdfast_cli.gangs import obstacle_to_order
-from holdfast_cli.restoring import describe_rollback, newest_on_nodes
+from holdfast_cli.restoring import describe_rollback, find_fork_point, forked, newest_on_nodes
 from holdfast_core.api import JobCondition, LineageEntry, PersistedStep, TrainingJobStatus
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.rollback import find_unfit
@@ -86,3 +88,56 @@ def test_a_job_that_cannot_go_back_says_why(changes: dict[str, Any], text: str) 
 def test_a_job_without_a_step_can_go_back_too() -> None:
     waits = TrainingJobStatus(restart_round=RestartRound(0), lineage=STATUS.lineage)
     assert "no step yet" in describe_rollback(job(2, waits), Step(30))
+
+
+# --------------------------------------------------------------------------- forks
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(None, 45), (30, 30), pytest.param(40, 40, id="a step that the job gave up")],
+)
+def test_a_fork_starts_from_the_newest_step_or_the_one_that_is_named(
+    step: int | None, expected: int
+) -> None:
+    wanted = None if step is None else Step(step)
+    assert find_fork_point(job(2, STATUS, store="main"), STORED, wanted).spec.step == expected
+
+
+@pytest.mark.fault("A fork is made of a step that does not exist, or of a job without a store")
+def test_what_cannot_be_forked_is_refused_with_the_next_command() -> None:
+    with pytest.raises(
+        ClusterError, match=r"step 41 of job job, .* `kubectl holdfast checkpoints job`"
+    ):
+        find_fork_point(job(2, STATUS, store="main"), STORED, Step(41))
+    with pytest.raises(ClusterError, match="has no object store"):
+        find_fork_point(job(2, STATUS), STORED, None)
+    with pytest.raises(ClusterError, match="job job has no Checkpoint"):
+        find_fork_point(job(2, STATUS, store="main"), (), None)
+
+
+def test_a_fork_has_the_spec_of_its_source_without_its_orders() -> None:
+    given = job(2, STATUS, store="main").to_dict()
+    given["metadata"] |= {"labels": {"kueue.x-k8s.io/queue-name": "q"}, "annotations": {"a": "b"}}
+    given["spec"] |= {
+        "suspend": True,
+        "rollback": {"round": 1, "step": 30},
+        "restoreFrom": {"checkpointRef": {"name": "an-older-one"}},
+    }
+    given["spec"]["failurePolicy"]["releasedSteps"] = [45]
+    before = json.dumps(given)
+    body = forked(given, "fork", STORED[2], 8)
+    assert json.dumps(given) == before
+    assert body["metadata"] == {
+        "name": "fork",
+        "namespace": "team-a",
+        "labels": {"kueue.x-k8s.io/queue-name": "q"},
+    }
+    spec = body["spec"]
+    assert spec["workers"] == 8
+    assert spec["restoreFrom"] == {"checkpointRef": {"name": STORED[2].name}}
+    assert not {"suspend", "rollback"} & spec.keys()
+    assert "releasedSteps" not in spec["failurePolicy"]
+    assert spec["template"] == given["spec"]["template"]
+    assert spec["checkpoint"] == given["spec"]["checkpoint"]
+    assert forked(given, "fork", STORED[2], None)["spec"]["workers"] == 2

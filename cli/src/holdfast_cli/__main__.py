@@ -38,6 +38,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if getattr(arguments, "watch", False) and arguments.output == "json":
         parser.error("--watch shows tables only: omit it, or omit --output json")
+    _check_restore(parser, arguments)
     everywhere = getattr(arguments, "everywhere", False)
     if everywhere and (arguments.job or arguments.namespace):
         parser.error("--all-namespaces lists everything: omit it, or omit the job and --namespace")
@@ -51,6 +52,17 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _check_restore(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.run is not restore or arguments.to_new_job is not None:
+        return
+    if arguments.step is None:
+        parser.error("restore needs --step N, the step to go back to, or --to-new-job NAME")
+    if arguments.workers is not None or arguments.dry_run:
+        parser.error(
+            "--workers and --dry-run belong to --to-new-job: omit them, or name the new job"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,13 +160,27 @@ def _parser() -> argparse.ArgumentParser:
     restart.set_defaults(run=_restart)
     restore_ = verbs.add_parser(
         "restore",
-        help="roll a job back to one of its checkpoints",
+        help="roll a job back to one of its checkpoints, or fork it",
         description="Show what a rollback of a job to one of its checkpoints gives up, and begin it after a "
-        "question. The gang trains again from that step, in its present pods.",
+        "question. The gang trains again from that step, in its present pods. With --to-new-job the job "
+        "stays as it is, and a new job with its spec starts from the checkpoint.",
     )
     restore_.add_argument("job", help="a TrainingJob or a CheckpointAdoption")
     restore_.add_argument(
-        "--step", type=_step, required=True, metavar="N", help="step of the checkpoint"
+        "--step",
+        type=_step,
+        default=None,
+        metavar="N",
+        help="step of the checkpoint (default of a fork: the newest)",
+    )
+    restore_.add_argument(
+        "--to-new-job", default=None, metavar="NAME", help="create this job with the spec of JOB"
+    )
+    restore_.add_argument(
+        "--workers", type=int, default=None, metavar="M", help="workers of the new job"
+    )
+    restore_.add_argument(
+        "--dry-run", action="store_true", help="print the new job as JSON and create nothing"
     )
     restore_.add_argument(
         "-y", "--yes", action="store_true", help="do not ask (needed without a terminal)"

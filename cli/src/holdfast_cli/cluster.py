@@ -233,8 +233,8 @@ class ClusterClient:
                 return f"{what} has changed meanwhile: repeat the command"
             case 409:
                 return (
-                    f"{what} exists already in namespace {self.namespace}: choose another name with "
-                    "--name, or delete it"
+                    f"{what} exists already in namespace {self.namespace}: choose another name (--name, "
+                    "--to-new-job), or delete it"
                 )
         return f"{server} refused {what} ({error.status}): {message or error.reason}"
 

@@ -34,6 +34,7 @@ from holdfast_core.api import (
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import JobUid
 from holdfast_core.retention import EXPLAINED, RetentionReason
+from holdfast_core.sources import NoSource, find_source
 from holdfast_core.store_retention import cloned_of, plan_store, pruned_by
 
 
@@ -96,7 +97,12 @@ def plan_pruning(
         gang = gang.model_copy(update={"spec": changed(spec, checkpoint=policy)})
     uid = JobUid(gang.metadata.uid)
     own = [c for c in checkpoints if c.job == gang.name and c.status.job_uid == uid]
-    plan = plan_store(gang, own, cloned_of(gangs, uid), now)
+    named = {other.name: other for other in gangs}
+
+    def source_of(other: Gang) -> Checkpoint | NoSource:
+        return find_source(other, checkpoints, named.get(other.spec.source_job or ""))
+
+    plan = plan_store(gang, own, cloned_of(gangs, uid, source_of), now)
     doomed = [Pruned(checkpoint, reason) for checkpoint, reason in pruned_by(plan, own)]
     doomed.sort(key=lambda p: p.checkpoint.spec.step or 0, reverse=True)
     return Pruning(tuple(doomed), Counter(verdict.reason for verdict in plan.keep))

@@ -10,7 +10,7 @@ each in a pass of its own:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import datetime
 
 from holdfast_core.api import Checkpoint, CheckpointPhase, Gang, JobCondition, on_lineage
@@ -22,6 +22,7 @@ from holdfast_core.retention import (
     RetentionState,
     plan_retention,
 )
+from holdfast_core.sources import NoSource
 
 
 def is_stored(checkpoint: Checkpoint) -> bool:
@@ -43,18 +44,27 @@ def needs_source(gang: Gang) -> bool:
     """
     status = gang.status
     own = status.last_persisted is not None or status.completion_time is not None
-    return gang.spec.source_checkpoint is not None and not own and not gang.deleting
+    return gang.spec.restore_from is not None and not own and not gang.deleting
 
 
-def cloned_of(gangs: Iterable[Gang], but: JobUid) -> frozenset[str]:
-    """Return the names of the Checkpoints from which gangs start, but for the gang of this uid."""
-    return frozenset(
-        source
-        for gang in gangs
-        if gang.uid != but
-        and needs_source(gang)
-        and (source := gang.spec.source_checkpoint) is not None
-    )
+def cloned_of(
+    gangs: Iterable[Gang],
+    but: JobUid,
+    find: Callable[[Gang], Checkpoint | NoSource],
+) -> frozenset[str]:
+    """Return the names of the Checkpoints from which gangs start, but for the gang of this uid.
+
+    Args:
+        find: Returns the Checkpoint for which spec.restoreFrom of a gang stands if that names a job.
+    """
+    found: set[str] = set()
+    for gang in gangs:
+        if gang.uid == but or not needs_source(gang):
+            continue
+        name = gang.spec.source_checkpoint or find(gang).name
+        if name is not None:
+            found.add(name)
+    return frozenset(found)
 
 
 def quarantined(gang: Gang) -> frozenset[CheckpointId]:

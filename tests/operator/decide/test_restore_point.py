@@ -13,6 +13,7 @@ from tests.support.operator.builders import (
     job,
     manifest,
     manifest_digest,
+    now,
     pod,
     sidecar,
     silent,
@@ -21,9 +22,20 @@ from tests.support.operator.builders import (
     world_of,
 )
 
-from holdfast_core.api import LineageEntry, PersistedStep, TrainingJobStatus, changed, on_lineage
-from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
+from holdfast_core.api import (
+    JobCondition,
+    LineageEntry,
+    NameRef,
+    PersistedStep,
+    TrainingJobStatus,
+    changed,
+    on_lineage,
+)
+from holdfast_core.api import with_status as job_with_status
+from holdfast_core.api.training_job import RestoreFromSpec
+from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import ListedManifest
+from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import back_to
 from holdfast_operator.decide.restore_point import (
     MAX_LINEAGE,
@@ -34,6 +46,7 @@ from holdfast_operator.decide.restore_point import (
     choose,
     extend_lineage,
 )
+from holdfast_operator.model.actions import ChooseRestorePoint
 from holdfast_operator.model.job import JobMemory, Observed, PodView, Seen, SidecarView
 from holdfast_operator.model.reasons import Reason
 
@@ -324,6 +337,34 @@ def test_restore_from_another_jobs_checkpoint() -> None:
     assert (point.step, point.round, point.job_uid) == (1200, 2, "other-uid")
     assert point.job_namespace == "team-a"
     assert point.job_uid != UID
+
+
+def test_a_checkpoint_that_a_rule_selects_is_named_in_the_event_and_the_status() -> None:
+    source = checkpoint(1200, 2, name="other-s1200-r2", job="other", job_uid="other-uid")
+    base = job(2, status(0, coordinator=Worker(0)), store="main")
+    newest = RestoreFromSpec(job_ref=NameRef(name="other"), latest=True)
+    base = changed(base, spec=changed(base.spec, restore_from=newest))
+    observed = Observed(job=base, pods=(A, B), checkpoints=(source,), store=store())
+    write = decide(replace(observed, memory=JUST_BEGUN), now()).status
+    assert isinstance(write, ChooseRestorePoint)
+    point = write.status.restore_point
+    assert point is not None and (point.step, point.job_uid) == (1200, "other-uid")
+    later = decide(replace(observed, job=job_with_status(base, write.status)), now(1030.0)).status
+    assert later is not None
+    accepted = later.status.condition(JobCondition.ACCEPTED)
+    assert accepted is not None
+    assert "began from step 1200 of round 2" in accepted.message
+    assert "the newest step of job other" in accepted.message
+
+
+def test_a_source_that_no_checkpoint_matches_is_waited_for() -> None:
+    base = job(2, status(0), store="main")
+    newest = RestoreFromSpec(job_ref=NameRef(name="other"), latest=True)
+    base = changed(base, spec=changed(base.spec, restore_from=newest))
+    choice = choose(world_of(Observed(job=base, pods=(A, B), store=store()), JUST_BEGUN))
+    assert isinstance(choice, Wait)
+    assert choice.note.reason == Reason.RESTORE_POINT_UNAVAILABLE
+    assert "job other" in choice.note.message
 
 
 def test_own_commits_win_over_restore_from() -> None:

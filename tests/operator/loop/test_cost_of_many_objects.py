@@ -133,6 +133,34 @@ async def test_a_checkpoint_that_cannot_be_read_is_part_of_the_pass_over_its_job
     assert {u.name for u in found} == {names[0], names[2]}
 
 
+async def test_a_job_that_starts_from_another_one_sees_and_keeps_its_checkpoints() -> None:
+    api = FakeApi()
+    newest = {"jobRef": {"name": "other"}, "latest": True}
+    api.put("trainingjobs", job_object("clone", restoreFrom=newest))
+    api.put("trainingjobs", job_object("other"))
+    api.put("trainingjobs", job_object("third"))
+    (other,) = (j for j in (await listed(api)).jobs.all() if j.name == "other")
+    for step in (5, 10):
+        saved = checkpoint_object(f"other-s{step}-r0", jobRef={"name": "other"}, step=step)
+        persisted = {
+            "type": "Persisted",
+            "status": "True",
+            "reason": "Persisted",
+            "message": "",
+            "lastTransitionTime": PROBED,
+        }
+        known = {"phase": "Committed", "round": 0, "jobUid": other.uid, "manifest": "b3:1"}
+        api.put("checkpoints", {**saved, "status": {**known, "conditions": [persisted]}})
+    nothing = cast(Any, Nothing())
+    cache = await listed(api)
+    observer = Observer(cache, nothing, nothing, nothing, ManualClock())
+    found = {j.name: observer.observe(j, JobMemory()) for j in cache.jobs.all()}
+    assert {c.name for c in found["clone"].checkpoints} == {"other-s5-r0", "other-s10-r0"}
+    assert found["clone"].source is not None and found["clone"].source.name == "other"
+    assert found["other"].cloned == {"other-s10-r0"}
+    assert (found["third"].cloned, found["third"].checkpoints) == (frozenset(), ())
+
+
 @pytest.mark.fault(
     "Tenants create thousands of jobs, adoptions, stores, or Checkpoints that cannot be read"
 )

@@ -6,42 +6,105 @@ input is refused at `kubectl apply`. status is training_job_status.py.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from holdfast_core.api.base import ApiModel, ApiObject, NameRef
+from holdfast_core.api.base import ApiModel, ApiObject, NameRef, Timestamp
 from holdfast_core.api.checkpoint_policy import CheckpointPolicySpec, PeerTierSpec
 from holdfast_core.api.failure_policy import FailurePolicySpec
-from holdfast_core.api.rules import RULES, cel_rules, remedy, rule
+from holdfast_core.api.rules import cel_rules, remedy, rule
 from holdfast_core.api.template import PodTemplate
 from holdfast_core.api.training_job_status import LineageEntry, TrainingJobStatus
 from holdfast_core.ids import MAX_SPARES, JobUid, RestartRound, Step
+from holdfast_core.retention import BestMode
 
 
-def _checkpoint_ref_by_rule(schema: dict[str, Any]) -> None:
-    """Absence is refused by our rule, which says what to do, not by `required`, which does not."""
-    schema.pop("required", None)
-    schema[RULES] = [
-        rule(
-            "has(self.checkpointRef)",
-            message=(
-                "restoreFrom has no source, expected exactly one: set checkpointRef.name (the "
-                "only source of this version), or remove restoreFrom to start without a "
-                "checkpoint"
-            ),
-        )
+class BestOfSpec(ApiModel):
+    """The checkpoint with the best value of a metric that the script reported."""
+
+    metric: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=128,
+            description="Name of a metric in status.metrics of the Checkpoints. One without a finite value "
+            "is never the best.",
+        ),
+    ]
+    mode: Annotated[
+        BestMode,
+        Field(description="min: the lowest value is the best one; max: the highest."),
     ]
 
 
 class RestoreFromSpec(ApiModel):
-    """The checkpoint, of this or another job, that the first round starts from."""
+    """The checkpoint, of this or another job, that the first round starts from.
 
-    model_config = ConfigDict(json_schema_extra=_checkpoint_ref_by_rule)
+    It is found once, when the first round begins to train. Later edits have no effect.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "[has(self.checkpointRef), has(self.jobRef)].filter(given, given).size() == 1",
+                message_expression=(
+                    "'restoreFrom has %d sources, expected exactly one: set checkpointRef.name, or "
+                    "jobRef.name with one of step, latest, before and best, or remove restoreFrom to start "
+                    "without a checkpoint'.format([[has(self.checkpointRef), "
+                    "has(self.jobRef)].filter(given, given).size()])"
+                ),
+            ),
+            rule(
+                "[has(self.step), has(self.latest), has(self.before), has(self.best)]"
+                ".filter(given, given).size() == (has(self.jobRef) ? 1 : 0)",
+                message_expression=(
+                    "'restoreFrom has %d of step, latest, before and best, expected %s'.format([["
+                    "has(self.step), has(self.latest), has(self.before), has(self.best)]"
+                    ".filter(given, given).size(), has(self.jobRef) ? 'exactly one beside jobRef: "
+                    "latest: true is its newest checkpoint' : 'none: they select a checkpoint of jobRef'])"
+                ),
+            ),
+        )
+    )
 
     checkpoint_ref: Annotated[
-        NameRef, Field(description="A committed Checkpoint of the same namespace.")
-    ]
+        NameRef | None, Field(description="A committed Checkpoint of the same namespace.")
+    ] = None
+    job_ref: Annotated[
+        NameRef | None,
+        Field(
+            description="A job of the same namespace, of which step, latest, before or best selects a "
+            "checkpoint in the object store. The job may be over or deleted."
+        ),
+    ] = None
+    step: Annotated[
+        Step | None,
+        Field(
+            ge=0,
+            description="Step of the checkpoint.",
+            json_schema_extra=remedy("`kubectl holdfast checkpoints JOB` lists the steps"),
+        ),
+    ] = None
+    latest: Annotated[
+        Literal[True] | None,
+        Field(description="true: the newest checkpoint of the lineage, without quarantined ones."),
+    ] = None
+    before: Annotated[
+        Timestamp | None,
+        Field(description="The newest checkpoint that was committed before this time (UTC)."),
+    ] = None
+    best: Annotated[
+        BestOfSpec | None,
+        Field(
+            description="The checkpoint with the best value of a metric; of equal ones the oldest."
+        ),
+    ] = None
+
+    @property
+    def job(self) -> str | None:
+        """Return the name of the job in jobRef, or None."""
+        return None if self.job_ref is None else self.job_ref.name
 
 
 class RollbackSpec(ApiModel):
@@ -186,8 +249,14 @@ class GangSpec(ApiModel):
 
     @property
     def source_checkpoint(self) -> str | None:
-        """Return the name of the Checkpoint in restoreFrom, or None if the job starts without one."""
-        return None if self.restore_from is None else self.restore_from.checkpoint_ref.name
+        """Return the name of the Checkpoint in restoreFrom, or None if it names none."""
+        ref = None if self.restore_from is None else self.restore_from.checkpoint_ref
+        return None if ref is None else ref.name
+
+    @property
+    def source_job(self) -> str | None:
+        """Return the name of the job in restoreFrom, or None if it names none."""
+        return None if self.restore_from is None else self.restore_from.job
 
 
 class ElasticSpec(ApiModel):

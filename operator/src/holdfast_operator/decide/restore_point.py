@@ -38,7 +38,9 @@ from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.ids import CheckpointId, Digest, Step, ranks_of
 from holdfast_core.messages.schema import UncommittedShard
 from holdfast_core.names import first_of
+from holdfast_core.sources import NoSource, describe
 from holdfast_operator.decide.facts import readable, rollback
+from holdfast_operator.decide.facts.spec import source_of
 from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.job import Done, Seen
 from holdfast_operator.model.reasons import Reason
@@ -329,8 +331,8 @@ def _started_over(world: World, committed: Step) -> Choice:
 
 def _from_spec(world: World, unfinished: Step | None) -> Choice:
     """Choose the start of a job that has no committed step: spec.restoreFrom, or no checkpoint at all."""
-    name = world.spec.source_checkpoint
-    if name is None:
+    spec = world.spec.restore_from
+    if spec is None:
         beginning = RestorePointStatus()
         text = f"round {world.round} starts without a checkpoint"
         if unfinished is not None:
@@ -339,23 +341,21 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
             )
             return Chosen(beginning, None, Reason.SHARDS_LOST, text)
         return Chosen(beginning, None, Reason.RESTORE_POINT_CHOSEN, text)
-    source = next((c for c in world.observed.checkpoints if c.name == name), None)
-    id_ = None if source is None else source.id
-    if (
-        source is None
-        or id_ is None
-        or source.status.manifest is None
-        or source.status.job_uid is None
-    ):
-        text = f"Checkpoint {name} of spec.restoreFrom does not exist, or is not committed"
-        return Wait(Note(Reason.RESTORE_POINT_UNAVAILABLE, text))
+    source = source_of(world)
+    if isinstance(source, NoSource):
+        return Wait(Note(Reason.RESTORE_POINT_UNAVAILABLE, source.message))
+    id_ = source.id
+    assert id_ is not None
     point = RestorePointStatus(
         step=id_.step,
         round=id_.round,
         job_uid=source.status.job_uid,
         job_namespace=source.status.job_namespace or world.job.namespace,
     )
-    text = f"round {world.round} starts from Checkpoint {name}, step {id_.step}"
+    text = (
+        f"round {world.round} starts from Checkpoint {source.name}, step {id_.step} of job {source.job}. "
+        f"spec.restoreFrom asks for {describe(spec)}"
+    )
     return Chosen(point, source.status.manifest, Reason.RESTORE_POINT_CHOSEN, text)
 
 

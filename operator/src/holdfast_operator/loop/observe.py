@@ -22,7 +22,8 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import FIRST_SPARE, JobUid, RestartRound, Worker
 from holdfast_core.names import job_prefix
-from holdfast_core.store_retention import cloned_of
+from holdfast_core.sources import NoSource, find_source
+from holdfast_core.store_retention import cloned_of, needs_source
 from holdfast_operator.apply.apply import Present
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.facts.scheduling import wanted_group
@@ -106,7 +107,8 @@ class Observer:
             lost_nodes=self._lost_nodes(job, pods),
             coordinator=self._sidecars.coordinator_state(job.uid),
             checkpoints=self._checkpoints(job),
-            cloned=cloned_of(self._cache.jobs.with_source(job.namespace), job.uid),
+            cloned=self._cloned(job),
+            source=self._source_job(job),
             store=self._store(job),
             sidecar=self._sidecar,
             secrets=self._present.secrets(job.uid),
@@ -266,9 +268,27 @@ class Observer:
         ]
         return tuple(sorted(nodes, key=lambda n: n.renewed_at or 0.0, reverse=True))
 
+    def _source_job(self, job: Gang) -> Gang | None:
+        """Return the present gang of the name in spec.restoreFrom.jobRef, or None."""
+        name = job.spec.source_job
+        named = [] if name is None else self._cache.jobs.of_name(job.namespace, name)
+        return next((j for j in named if j.uid != job.uid), None)
+
+    def _cloned(self, job: Gang) -> frozenset[str]:
+        """Return the names of this job's Checkpoints, and of others, from which other jobs start."""
+        starting = self._cache.jobs.with_source(job.namespace)
+        of_it = (j for j in starting if j.spec.source_job in (None, job.name))
+        return cloned_of(of_it, job.uid, self._source_of)
+
+    def _source_of(self, job: Gang) -> Checkpoint | NoSource:
+        found = self._cache.checkpoints.of(job.namespace, job.spec.source_job)
+        return find_source(job, found, self._source_job(job))
+
     def _checkpoints(self, job: Gang) -> tuple[Checkpoint, ...]:
         own = self._cache.checkpoints.of(job.namespace, job.name)
-        source = job.spec.source_checkpoint
+        source, of_job = job.spec.source_checkpoint, job.spec.source_job
+        if of_job not in (None, job.name) and needs_source(job):
+            return (*own, *self._cache.checkpoints.of(job.namespace, of_job))
         if source is None or any(c.name == source for c in own):
             return own
         found = self._cache.checkpoints.get(job.namespace, source)

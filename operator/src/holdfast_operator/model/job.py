@@ -567,7 +567,9 @@ class Observed:
     coordinator: CoordinatorState | None = None
     """The newest reply of the round's coordinator. None: this process has received none yet."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """Checkpoints of this job, and the one that spec.restoreFrom names."""
+    """Checkpoints of this job, and those that spec.restoreFrom may stand for."""
+    source: Gang | None = None
+    """The present job of the name in spec.restoreFrom.jobRef."""
     cloned: frozenset[str] = frozenset()
     """Names of the Checkpoints from which other jobs start that have none of their own in a store yet."""
     store: StoreView | None = None

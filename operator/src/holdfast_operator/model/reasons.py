@@ -29,10 +29,11 @@ class Reason(StrEnum):
     """spec.template cannot become a worker pod. It has not exactly one trainer container, does not use the
     launcher, reaches what belongs to the sidecar, or the API server refuses the pod."""
     CHECKPOINT_NOT_FOUND = "CheckpointNotFound"
-    """spec.restoreFrom names a Checkpoint that does not exist."""
+    """spec.restoreFrom or spec.rollback asks for a checkpoint that does not exist."""
     CHECKPOINT_NOT_RESTORABLE = "CheckpointNotRestorable"
-    """The Checkpoint of spec.restoreFrom exists but cannot be restored: it is not committed in a store, is
-    being deleted or cannot be parsed, or this job has no store to read it from."""
+    """The checkpoint of spec.restoreFrom or spec.rollback exists but cannot be restored: it is not committed
+    in a store, is quarantined, being deleted, off the lineage or cannot be parsed, or this job has no store
+    to read it from."""
 
     # --- Adopted
     PODS_ADOPTED = "PodsAdopted"
@@ -116,7 +117,7 @@ class Reason(StrEnum):
     WAITING_FOR_STORE = "WaitingForStore"
     """No known checkpoint can be read, and the object store has not answered yet whether it has another."""
     RESTORE_POINT_UNAVAILABLE = "RestorePointUnavailable"
-    """The Checkpoint of spec.restoreFrom does not exist or is not committed. The job waits for it."""
+    """No checkpoint is what spec.restoreFrom asks for, or it cannot be restored. The job waits for one."""
     CHECKPOINTS_LOST = "CheckpointsLost"
     """Every copy of the committed steps is lost, and the gang waits for a person before it starts over. Also
     the reason of condition CheckpointsLost."""

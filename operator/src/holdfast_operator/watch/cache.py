@@ -175,6 +175,7 @@ def _named(job: Gang) -> Iterable[Names]:
         yield CheckpointStore.KIND, job.namespace, job.spec.store
     if job.spec.source_checkpoint is not None:
         yield Checkpoint.KIND, job.namespace, job.spec.source_checkpoint
+    if job.spec.restore_from is not None:
         yield "source", job.namespace
 
 

@@ -19,7 +19,6 @@ from holdfast_core.api import (
     Checkpoint,
     CheckpointAdoption,
     CheckpointAdoptionStatus,
-    CheckpointPhase,
     CheckpointStore,
     JobCondition,
     TrainingJobStatus,
@@ -28,6 +27,7 @@ from holdfast_core.api import (
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_core.ids import Worker
 from holdfast_core.names import first_of
+from holdfast_core.sources import NoSource, began_from, describe, find_source
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.actions import Action, normal
@@ -176,34 +176,30 @@ def replacement_problem(world: World) -> Note | None:
 
 
 def _restore_from_problem(world: World) -> Note | None:
-    name = world.spec.source_checkpoint
-    if name is None:
+    """Return why the job cannot start from spec.restoreFrom, or None."""
+    if world.spec.restore_from is None:
         return None
-    source = next((c for c in world.observed.checkpoints if c.name == name), None)
-    hidden = world.observed.cannot_read(Checkpoint.KIND, name)
+    name = world.spec.source_checkpoint
+    hidden = None if name is None else world.observed.cannot_read(Checkpoint.KIND, name)
     if hidden is not None:
         text = f"Checkpoint {name} of spec.restoreFrom cannot be read: {hidden.problem}"
         return Note(Reason.CHECKPOINT_NOT_RESTORABLE, text)
-    if source is None:
-        text = f"spec.restoreFrom names Checkpoint {name}, which is not in namespace"
-        return Note(Reason.CHECKPOINT_NOT_FOUND, f"{text} {world.job.namespace}")
-    problem = None
+    found = source_of(world)
+    if isinstance(found, NoSource):
+        known = found.is_known
+        reason = Reason.CHECKPOINT_NOT_RESTORABLE if known else Reason.CHECKPOINT_NOT_FOUND
+        return Note(reason, found.message)
     if world.spec.store is None:
-        problem = "this job has no checkpoint.object.storeRef to read it from"
-    elif source.deleting:
-        problem = "it is being deleted"
-    elif (
-        source.status.phase is not CheckpointPhase.COMMITTED
-        or source.status.manifest is None
-        or source.status.job_uid is None
-    ):
-        problem = f"its phase is {source.status.phase or 'unknown'}, expected Committed"
-    elif not source.persisted:
-        problem = "it is not in an object store"
-    if problem is not None:
-        text = f"Checkpoint {name} of spec.restoreFrom cannot be restored: {problem}"
-        return Note(Reason.CHECKPOINT_NOT_RESTORABLE, text)
+        text = f"Checkpoint {found.name} of spec.restoreFrom cannot be restored"
+        why = "this job has no checkpoint.object.storeRef to read it from"
+        return Note(Reason.CHECKPOINT_NOT_RESTORABLE, f"{text}: {why}")
     return None
+
+
+def source_of(world: World) -> Checkpoint | NoSource:
+    """Return the Checkpoint for which spec.restoreFrom stands. The job must have the field."""
+    observed = world.observed
+    return find_source(observed.job, observed.checkpoints, observed.source)
 
 
 def _invalid(message: str) -> Note:
@@ -216,10 +212,21 @@ def _text(value: Any) -> list[str]:
 
 def accepted(world: World, problem: Note | None) -> TrainingJobStatus:
     """Return the status with condition Accepted: False for a problem, Unknown while the store is probed."""
-    note = problem or Note(Reason.ACCEPTED, "the spec can be run")
+    note = problem or Note(Reason.ACCEPTED, f"the spec can be run{_beginning(world)}")
     waiting = problem is not None and problem.reason == Reason.STORE_NOT_PROBED
     value = None if waiting else problem is None
     return world.with_condition(world.status, JobCondition.ACCEPTED, value, *note)
+
+
+def _beginning(world: World) -> str:
+    """Return from which checkpoint of another job the gang has begun, as the end of a sentence."""
+    spec = world.spec.restore_from
+    began = None if spec is None else began_from(world.job)
+    if spec is None or began is None or began.base is None:
+        return ""
+    base = began.base
+    asked = f"spec.restoreFrom asks for {describe(spec)}"
+    return f". It began from step {base.step} of round {base.round}: {asked}"
 
 
 # --------------------------------------------------------------------------- edits

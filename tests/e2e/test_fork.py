@@ -1,0 +1,57 @@
+"""A fork of a job by `kubectl holdfast restore JOB --to-new-job NAME`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+from testbed.driver.jobs import Job
+from testbed.driver.kube import kubeconfig_path
+from testbed.driver.scenario import SHORT, Scenario
+
+LONG = replace(SHORT, steps=120)
+
+
+def fork(job: Job, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `kubectl holdfast restore JOB --to-new-job NAME --yes` with these options."""
+    verb = ["restore", job.name, "-n", job.namespace, "--to-new-job", name, "--yes"]
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast_cli", *verb, *words],
+        env={**os.environ, "KUBECONFIG": kubeconfig_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def follow(scenario: Scenario, name: str) -> Job:
+    job = Job(scenario.kube, scenario.namespace, name)
+    scenario.jobs.append(job)
+    return job.follow()
+
+
+def test_a_fork_of_a_job_that_trains_ends_in_the_bits_of_its_source(scenario):
+    source = scenario.start(LONG, object_every=10, keep_last=10)
+    step = source.wait_persisted(20)["step"]
+    refused = fork(source, "fork", "--step", "3")
+    assert refused.returncode == 1
+    assert "step 3 of job gpt" in refused.stderr, refused.stderr
+    ended = fork(source, "fork", "--step", str(step))
+    assert ended.returncode == 0, ended.stderr
+    again = fork(source, "fork", "--step", str(step))
+    assert again.returncode == 1
+    assert "exists already" in again.stderr, again.stderr
+    forked = follow(scenario, "fork")
+    forked.wait_round(0, 300)
+    point = forked.status["lineage"][0]
+    assert point["base"].startswith(f"s{step}-r"), point
+    forked.wait(
+        "the source in condition Accepted",
+        lambda: f"began from step {step}" in forked.wait_condition("Accepted")["message"],
+        60,
+    )
+    scenario.finish_and_judge(source, LONG)
+    scenario.finish_and_judge(forked, LONG)
