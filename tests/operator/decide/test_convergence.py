@@ -60,6 +60,7 @@ KINDS = (
     "nodes are full",
     "nodes are free",
     "a person starts it over",
+    "a person rolls it back",
 )
 QUEUE_KINDS = (
     "lose pod",
@@ -190,6 +191,8 @@ class Simulation:
                 cluster.silent_workers = {w for w in workers if (fault.target + 1) >> w & 1}
             case "a person starts it over":
                 self.start_over()
+            case "a person rolls it back":
+                self.roll_back(fault.target)
             case "spares are wanted":
                 cluster.change_spec(spares=fault.target % 3)
             case "silence ends":
@@ -286,6 +289,14 @@ class Simulation:
         lineage = self.cluster.job["status"].get("lineage")
         if lineage:
             self.cluster.change_spec(rollback={"round": lineage[-1]["round"]})
+
+    def roll_back(self, target: int) -> None:
+        """Order a return to one of the steps that have a manifest, restorable or not."""
+        lineage = self.cluster.job["status"].get("lineage")
+        steps = sorted({int(id_.step) for id_ in self.cluster.gang.manifests_made})
+        if lineage and steps:
+            order = {"round": lineage[-1]["round"], "step": steps[target % len(steps)]}
+            self.cluster.change_spec(rollback=order)
 
     def suspend(self, value: bool) -> None:
         if self.cluster.job["spec"].get("suspend", False) != value:
@@ -411,6 +422,7 @@ async def run_case(
 )
 @pytest.mark.fault("Random faults meet suspensions, resumptions and quotas")
 @pytest.mark.fault("Random faults take all checkpoints of a job that may start over, or may not")
+@pytest.mark.fault("Random faults meet rollbacks to steps that may be lost")
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     plan=faults,
