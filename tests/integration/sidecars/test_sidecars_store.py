@@ -24,6 +24,7 @@ from holdfast_core.messages.schema import (
     SaveRequested,
     Seal,
 )
+from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 
@@ -55,6 +56,31 @@ async def test_a_gang_that_lost_everything_comes_back_from_the_store(
         for worker in (0, 1):
             _, data, filled = await gang.ranks[worker].restore()
             assert (data, filled.tier) == (saved[worker], TierName.OBJECT)
+
+
+@pytest.mark.fault("A job is rolled back below its newest persisted step")
+async def test_a_gang_that_is_rolled_back_persists_smaller_steps_again(
+    gangs: Gangs, store: dict[str, Any], tier: ObjectTier
+) -> None:
+    """The step that was given up stays in the store, and launchers learn how far the gang had come."""
+    async with gangs(2, **store) as gang:
+        await gang.start(policy=EVERY_TWO)
+        saved = await gang.commit(2, Level.PERSISTED)
+        back = (await gang.operator.state_until(0, persisted(2), "step 2")).last_persisted
+        await gang.commit(4, Level.PERSISTED)
+        await gang.operator.state_until(0, persisted(4), "step 4")
+        for worker in (0, 1):
+            await gang.operator.seal(worker, 1)
+        await gang.begin(1, restore=back, policy=EVERY_TWO, rolled_back_from=5)
+        runs = [gang.launchers[worker].run for worker in (0, 1)]
+        assert [run is not None and run.rolled_back_from for run in runs] == [5, 5]
+        assert await gang.restored() == saved
+        await gang.commit(3, Level.REPLICATED)
+        await gang.commit(4, Level.PERSISTED)
+        found = tier.list_manifests("team-a", gang.operator.job_uid)
+        kept = [CheckpointId(Step(step), RestartRound(0)) for step in (2, 4)]
+        assert [id_ for id_ in found if id_.round == 0] == kept
+        assert CheckpointId(Step(4), RestartRound(1)) in found
 
 
 async def test_a_sealed_sidecar_lists_what_the_store_has(

@@ -134,6 +134,7 @@ class FakeOperator:
         last_persisted: RestorePoint | None = None,
         pinned: tuple[int, ...] = (),
         fan_in: int = 64,
+        rolled_back_from: int | None = None,
     ) -> Round:
         """Return a ROUND message with all members."""
         return Round(
@@ -149,4 +150,5 @@ class FakeOperator:
             last_persisted=last_persisted,
             pinned=tuple(Step(step) for step in pinned),
             fan_in=fan_in,
+            rolled_back_from=None if rolled_back_from is None else Step(rolled_back_from),
         )
