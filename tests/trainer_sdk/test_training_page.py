@@ -118,6 +118,28 @@ def test_a_loop_without_the_generator_and_a_look_at_its_restore_point() -> None:
     assert (names["start"], names["step"], names["point"].step) == (4, 9, 4)
 
 
+def test_a_script_skips_the_data_that_was_read_before_a_rollback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The position is saved, so that a restart below that step skips nothing again."""
+    # FRAGMENT: # First in the body of the loop, before a batch is read: nothing is skipped twice.
+    code = block_with("ckpt.rolled_back_from")
+    read = []
+    for reached in (None, "7", "7", None):
+        monkeypatch.setenv("HOLDFAST_ROLLED_BACK_FROM", reached or "")
+        names = script(99)
+        with holdfast.Checkpointer("ckpt", interval_steps=1, when_busy="wait") as ckpt:
+            names["ckpt"] = ckpt
+            for step in ckpt.steps(99, names["state"]):
+                run(code, names)
+                names["batches"].next()
+                read.append(names["batches"].position)
+                if step % 2:
+                    ckpt.save(step + 1, names["state"])
+                    break
+    assert read == [1, 2, 8, 9, 10, 11, 12, 13]
+
+
 def test_generators_are_restored_later() -> None:
     # FRAGMENT: ckpt.restore(state, rng="later")  # or ckpt.steps(total, state, rng="later")
     code = block_with("ckpt.restore_rng()")
