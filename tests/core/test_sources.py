@@ -130,7 +130,9 @@ def test_a_job_may_start_from_a_former_job_of_its_own_name() -> None:
     assert chosen(gang, (checkpoint(50, 0), former), None) == (30, 0)
 
 
-@pytest.mark.fault("restoreFrom asks for a checkpoint that does not exist or cannot be restored")
+@pytest.mark.fault(
+    "A job's `spec.restoreFrom` asks for a checkpoint that does not exist or cannot be restored"
+)
 @pytest.mark.parametrize(
     ("bad", "text"),
     [
