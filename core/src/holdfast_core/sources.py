@@ -35,7 +35,7 @@ class NoSource:
     """Whether what it names exists."""
     message: str
     name: str | None = None
-    """The Checkpoint that it stands for, if that cannot be restored. Its data stays as long as it is there."""
+    """The Checkpoint that it stands for, if that cannot be restored. Its data stays while it is there."""
 
 
 def find_source(
