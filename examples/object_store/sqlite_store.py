@@ -54,18 +54,22 @@ class SqliteObjectStore:
         return int(found[0][0]) if found else None
 
     def list(self, prefix: str, page: str = "", *, folders: bool = False) -> Page:
-        sql = f"SELECT key, {NOW} - written FROM objects WHERE substr(key, 1, ?) = ? ORDER BY key"
-        ages = {key: max(0.0, age) for key, age in self._run(sql, len(prefix), prefix)}
-        inside = {key: key[: key.find("/", len(prefix)) + 1] if folders else "" for key in ages}
-        found = (Listed(k, timedelta(seconds=ages[k])) for k in ages if not inside[k])
-        return Page(tuple(found), folders=tuple(sorted({*inside.values()} - {""})))
+        sql = f"SELECT key, {NOW} - written, length(data) FROM objects WHERE substr(key, 1, ?) = ?"
+        rows = self._run(f"{sql} ORDER BY key", len(prefix), prefix)
+        found = [Listed(k, timedelta(seconds=max(0.0, age)), size) for k, age, size in rows]
+        inside = [o.key[: o.key.find("/", len(prefix)) + 1] if folders else "" for o in found]
+        here = tuple(o for o, folder in zip(found, inside, strict=True) if not folder)
+        return Page(here, folders=tuple(sorted({*inside} - {""})))
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._run("DELETE FROM objects WHERE key = ?", key)
 
+    def unfinished(self, prefix: str) -> Sequence[Listed]:
+        return ()  # a transaction that was interrupted leaves nothing
+
     def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:
-        return 0  # a transaction that was interrupted leaves nothing
+        return 0
 
     def close(self) -> None:
         """Do nothing: every call opens and closes the file."""

@@ -52,7 +52,7 @@ def test_contributing_names_paths_that_exist() -> None:
 def test_the_example_of_an_object_store_is_the_file_that_the_suite_runs() -> None:
     example = (ROOT / "examples/object_store/sqlite_store.py").read_text()
     assert f"```python\n{example}```\n" in (ROOT / "docs/extending.md").read_text()
-    assert len(example.splitlines()) <= 80
+    assert len(example.splitlines()) <= 84
 
 
 def adoption_example(name: str) -> tuple[CheckpointAdoption, dict[str, Any]]:

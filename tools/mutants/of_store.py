@@ -11,6 +11,7 @@ _DURABLE = (f"{_TESTS}test_directory_durability.py",)
 _PRUNE = (f"{_TESTS}test_object_prune.py",)
 _CONFLICTS = (f"{_TESTS}test_tier_conflicts.py",)
 _RETRY = (f"{_TESTS}test_retry.py",)
+_USAGE = (f"{_TESTS}test_usage.py",)
 _PARTS = (f"{_TESTS}test_part_sizes.py",)
 
 OF_STORE = (
@@ -51,10 +52,10 @@ OF_STORE = (
         original=(
             "        stored = self.folders(keys.SHARDS)\n"
             "        stored |= self.folders(keys.REFERENCES)\n"
-            "        busy = frozenset(uploading())\n"
+            "        judged = judge()\n"
         ),
         replacement=(
-            "        busy = frozenset(uploading())\n"
+            "        judged = judge()\n"
             "        stored = self.folders(keys.SHARDS)\n"
             "        stored |= self.folders(keys.REFERENCES)\n"
         ),
@@ -114,6 +115,24 @@ OF_STORE = (
         replacement="(c.round <= round_ or",
         loses="A sweep deletes an upload that began after its look at the round.",
         tests=_PRUNE,
+    ),
+    Mutant(
+        name="store/the-newest-round-is-abandoned",
+        kind=Kind.COMPARISON,
+        file=f"{_STORE}rules.py",
+        original="(newest is not None and c.round < newest)",
+        replacement="(newest is not None and c.round <= newest)",
+        loses="The sweep of a whole store deletes what another process is uploading.",
+        tests=_USAGE,
+    ),
+    Mutant(
+        name="store/a-running-job-is-swept-without-its-coordinator",
+        kind=Kind.MISSING_CHECK,
+        file=f"{_STORE}usage.py",
+        original=" < grace or name.job_uid in running:",
+        replacement=" < grace:",
+        loses="The sweep of a whole store takes the place of a coordinator that is uploading.",
+        tests=_USAGE,
     ),
     Mutant(
         name="store/other-bytes-are-replaced",
@@ -198,8 +217,8 @@ OF_STORE = (
         name="store/young-temporary-files-are-removed",
         kind=Kind.COMPARISON,
         file=f"{_STORE}directory.py",
-        original="if _age(now, mtime) >= older_than:",
-        replacement="if _age(now, mtime) <= older_than:",
+        original="if file.age >= older_than:",
+        replacement="if file.age <= older_than:",
         loses="The file that another process is writing disappears.",
         tests=(
             f"{_TESTS}test_store_directory.py::test_only_old_files_of_interrupted_writes_are_removed",

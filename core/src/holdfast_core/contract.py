@@ -121,6 +121,13 @@ class DrillExit(IntEnum):
     NOT_RESTORABLE = 4
 
 
+MAX_LISTED_JOBS = 24
+MAX_LISTED_NAMESPACES = 12
+"""Jobs and namespaces in the report of a listing of a store, which is a termination message."""
+MIN_GRACE_SECONDS = 3600
+"""Shortest age of an orphan that is deleted without a coordinator's knowledge (store.rules.QUIET)."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrillContract:
     """Which checkpoint a drill reads, passed as JSON in one variable."""
@@ -200,6 +207,38 @@ def _checkpoint_id(data: Mapping[str, object]) -> CheckpointId:
     if type(step) is not int or type(round_) is not int or len(data) != 2:
         raise ValueError(f"expected step and round, found {data}")
     return CheckpointId(Step(step), RestartRound(round_))
+
+
+@dataclass(frozen=True, slots=True)
+class UsageContract:
+    """What a pod that lists a store may delete, passed as JSON in one variable."""
+
+    sweep_after_seconds: int | None = None
+    """Age from which orphans are deleted. None: nothing is deleted."""
+    running: tuple[JobUid, ...] = ()
+    """Jobs with a coordinator, which sweeps what is theirs."""
+    ended: tuple[JobUid, ...] = ()
+    """Jobs that upload nothing more."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the variable; "" is the default. Raises ConfigError."""
+        try:
+            data = {"sweep_after_seconds": None, **json.loads(text or "{}")}
+            after = data.pop("sweep_after_seconds")
+            uids = {name: tuple(map(JobUid, found)) for name, found in data.items()}
+            contract = cls(after, **uids)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"HOLDFAST_USAGE is not valid: {error}") from error
+        if after is not None and (type(after) is not int or after < MIN_GRACE_SECONDS):
+            raise ConfigError(
+                f"HOLDFAST_USAGE: sweep_after_seconds is {after!r}, expected an integer of at least "
+                f"{MIN_GRACE_SECONDS}: an upload that is just ending may be as old"
+            )
+        return contract
 
 
 @dataclass(frozen=True, slots=True)

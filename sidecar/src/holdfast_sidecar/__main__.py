@@ -6,6 +6,7 @@ holdfast-sidecar pre-stop     wait for a limited time until everything handed ov
 holdfast-sidecar probe-store  probe the object store and write the report for the kubelet
 holdfast-sidecar drill        read a whole stored checkpoint and write the report for the kubelet
 holdfast-sidecar delete       delete checkpoints of a job in the store and write the report for the kubelet
+holdfast-sidecar usage        list the store, delete old orphans, and write the report for the kubelet
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from holdfast_sidecar.base.settings import (
     shared_dir,
     store_environment,
     termination_log,
+    usage_environment,
 )
 from holdfast_sidecar.process.hooks import healthz, pre_stop
 
@@ -74,6 +76,12 @@ def _delete() -> int:
     return delete_in_store(*store_environment(), delete_environment(), termination_log())
 
 
+def _usage() -> int:
+    from holdfast_sidecar.process.store_usage import store_usage
+
+    return store_usage(*store_environment(), usage_environment(), termination_log())
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code. 2 means a HoldfastError, whose text is on stderr."""
     parser = argparse.ArgumentParser(prog="holdfast-sidecar")
@@ -81,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         "command",
         nargs="?",
         default="serve",
-        choices=("serve", "healthz", "pre-stop", "probe-store", "drill", "delete"),
+        choices=("serve", "healthz", "pre-stop", "probe-store", "drill", "delete", "usage"),
     )
     parser.add_argument(
         "--timeout",
@@ -102,6 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return _drill()
             case "delete":
                 return _delete()
+            case "usage":
+                return _usage()
             case _:
                 return _serve()
     except HoldfastError as error:

@@ -24,14 +24,16 @@ from tests.support.shards.shard_files import write_shard
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import MAX_EARLIER, Earlier, plan_pack
 from holdfast_core.store.commit import commit
 from holdfast_core.store.rules import most_needed
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.tiers.objects import ObjectSource, ObjectStore, Page
+from holdfast_core.store.usage import sweep as sweep_orphans
+from holdfast_core.store.usage import usage_of
+from holdfast_core.tiers.objects import Listed, ObjectSource, ObjectStore, Page
 
 T = TypeVar("T")
 
@@ -143,6 +145,9 @@ class _Stopping:
         for key in keys:
             self._request(lambda key=key: self._inner.delete([key]))  # type: ignore[misc]
 
+    def unfinished(self, prefix: str) -> Sequence[Listed]:
+        return self._request(lambda: self._inner.unfinished(prefix))
+
     def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:
         return self._request(lambda: self._inner.abort_stale(prefixes, older_than))
 
@@ -151,6 +156,8 @@ class _Stopping:
 
 
 NAMESPACE, LAYOUT = "team-a", b"{}"
+CLONES = "team-b"
+"""The jobs that start from a checkpoint of another one."""
 CHUNK, CHUNKS = 4096, 10
 STEPS = 8
 
@@ -226,10 +233,12 @@ class World:
         tier.put_layout(NAMESPACE, record.ref, LAYOUT)
         return commit(tier, NAMESPACE, manifest([record]), needed, bases)
 
-    def assert_comes_back(self, objects: ObjectStore, checkpoint: CheckpointId) -> None:
+    def assert_comes_back(
+        self, objects: ObjectStore, checkpoint: CheckpointId, namespace: str = NAMESPACE
+    ) -> None:
         tier = ObjectTier(objects, readers=1)
-        tier.get_manifest(NAMESPACE, JOB_UID, checkpoint)
-        with tier.open_shard(NAMESPACE, self.reader(checkpoint).record.ref) as source:
+        tier.get_manifest(namespace, JOB_UID, checkpoint)
+        with tier.open_shard(namespace, self.reader(checkpoint).record.ref) as source:
             runs = [bytes(run) for run in source.read([range(CHUNKS)])]
         assert b"".join(runs) == payload_of(checkpoint)
 
@@ -243,6 +252,7 @@ class Interleavings(RuleBasedStateMachine):
         self.tasks: list[Task] = []
         self.committed: set[CheckpointId] = set()
         self.deleting: set[CheckpointId] = set()
+        self.cloned: set[CheckpointId] = set()
         self.coordinator = Coordinator(0, None, 0)
         for _ in range(2):
             self.save()
@@ -285,6 +295,33 @@ class Interleavings(RuleBasedStateMachine):
         coordinator = self.coordinator
         self.begin("sweep", lambda objects: sweep(objects, coordinator))
 
+    @precondition(lambda self: self.running("sweep of the store") == 0)
+    @rule()
+    def sweep_the_store(self) -> None:
+        """Another process, which knows of no upload, lists the whole store and deletes orphans."""
+        self.begin("sweep of the store", sweep_everything)
+
+    @precondition(lambda self: self.readable())
+    @rule(data=st.data())
+    def clone(self, data: st.DataObject) -> None:
+        """Another job reads a checkpoint, and saves the state under its own prefix."""
+        wanted = data.draw(st.sampled_from(self.readable()))
+
+        def work(objects: ObjectStore) -> None:
+            try:
+                self.world.assert_comes_back(objects, wanted)
+            except HoldfastError:
+                if wanted not in self.deleting:
+                    raise
+                return
+            tier, reader = ObjectTier(objects, readers=1), self.world.reader(wanted)
+            tier.upload_shard(CLONES, reader)
+            tier.put_layout(CLONES, reader.record.ref, LAYOUT)
+            assert commit(tier, CLONES, manifest([reader.record]), {}, ())
+            self.cloned.add(wanted)
+
+        self.begin("clone", work, wanted)
+
     @precondition(lambda self: self.readable())
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
@@ -311,7 +348,8 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         """The coordinator dies. A deletion that it has sent may still be carried out later."""
-        for task in [t for t in self.tasks if t.kind in ("save", "sweep")]:
+        dying = ("save", "sweep", "sweep of the store")
+        for task in [t for t in self.tasks if t.kind in dying]:
             task.actor.kill()
             self.assert_no_error(task)
             self.tasks.remove(task)
@@ -327,6 +365,8 @@ class Interleavings(RuleBasedStateMachine):
             self.assert_no_error(task)
         for checkpoint in self.readable():
             self.world.assert_comes_back(self.store, checkpoint)
+        for checkpoint in self.cloned:
+            self.world.assert_comes_back(self.store, checkpoint, CLONES)
         self.assert_nothing_is_left_over()
 
     # ------------------------------------------------------------------ what must hold
@@ -341,16 +381,22 @@ class Interleavings(RuleBasedStateMachine):
         exists = tier.list_manifests(NAMESPACE, JOB_UID)
         for checkpoint in exists[:-1]:
             tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
-        last = Coordinator(self.coordinator.round + 1, None, 0)
-        for _ in range(2):
-            sweep(self.store, last)
+        if self.store.objects and self.coordinator.round % 2:
+            sweep_everything(self.store, ended=(JOB_UID,))
+            sweep_everything(self.store, ended=(JOB_UID,))
+        else:
+            last = Coordinator(self.coordinator.round + 1, None, 0)
+            for _ in range(2):
+                sweep(self.store, last)
         kept = set(exists[-1:])
         for checkpoint in exists[-1:]:
             kept |= tier.get_references(NAMESPACE, JOB_UID, checkpoint).keys()
             self.world.assert_comes_back(self.store, checkpoint)
         folders = {f"s{c.step:012d}-r{c.round:06d}" for c in kept}
-        found = {key.split("/")[3] for key in self.store.objects if "/shards/" in key}
-        assert found <= folders
+        ours = [key for key in self.store.objects if key.startswith(f"{NAMESPACE}/")]
+        assert {key.split("/")[3] for key in ours if "/shards/" in key} <= folders
+        orphans = usage_of(ObjectTier(self.store), timedelta(0)).orphans
+        assert not any(total.objects for total in orphans.values())
 
     # ------------------------------------------------------------------ helpers
 
@@ -374,6 +420,12 @@ def sweep(objects: ObjectStore, coordinator: Coordinator) -> None:
         timedelta(0),
         lambda: frozenset(coordinator.on_way),
     )
+
+
+def sweep_everything(objects: ObjectStore, ended: Collection[JobUid] = ()) -> None:
+    """List and sweep as the command of the pod does, without a grace: the order alone must protect."""
+    tier = ObjectTier(objects, readers=1)
+    sweep_orphans(tier, usage_of(tier, timedelta(0)), timedelta(0), ended=ended)
 
 
 class TestInterleavings(Interleavings.TestCase):

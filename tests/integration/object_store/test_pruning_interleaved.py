@@ -28,7 +28,7 @@ from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import Earlier, plan_pack
 from holdfast_core.store.commit import commit
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.tiers.objects import ObjectSource, ObjectStore, Page
+from holdfast_core.tiers.objects import Listed, ObjectSource, ObjectStore, Page
 
 pytestmark = pytest.mark.integration
 T = TypeVar("T")
@@ -118,6 +118,9 @@ class TurnTaker:
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._turn(lambda key=key: self._inner.delete([key]))  # type: ignore[misc]
+
+    def unfinished(self, prefix: str) -> Sequence[Listed]:
+        return self._turn(lambda: self._inner.unfinished(prefix))
 
     def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:
         return self._turn(lambda: self._inner.abort_stale(prefixes, older_than))

@@ -67,7 +67,9 @@ class MemoryObjectStore:
             left = sorted(found for found in names if found > page)
             shown = left[: self._page_keys]
             listed = tuple(
-                Listed(key, self.now - self.objects[key][1]) for key in shown if key in self.objects
+                Listed(key, self.now - found[1], len(found[0]))
+                for key in shown
+                if (found := self.objects.get(key)) is not None
             )
         below = tuple(found for found in shown if found not in self.objects)
         return Page(listed, shown[-1] if len(left) > len(shown) else "", below)
@@ -76,6 +78,9 @@ class MemoryObjectStore:
         with self._lock:
             for key in keys:
                 self.objects.pop(key, None)
+
+    def unfinished(self, prefix: str) -> Sequence[Listed]:
+        return ()
 
     def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:
         return 0

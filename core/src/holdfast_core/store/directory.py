@@ -7,6 +7,7 @@ as `file:///path`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -52,6 +53,7 @@ SCHEME = "file://"
 PART_BYTES = 8 << 20
 _SLICE_BYTES = 4 << 20
 _BAD = ".bad"
+_MAX_UNFINISHED = 1000
 _LOG = logging.getLogger(__name__)
 
 
@@ -173,14 +175,23 @@ class DirectoryObjectStore:
         """See ObjectStore.list. All objects are on one page."""
         with _store_errors(f"list of {self._root / prefix}"):
             below = self._folders(prefix) if folders else ()
-            found = [
-                (key, mtime)
-                for key, mtime in self._files(prefix, deep=not folders)
-                if not key.endswith(_BAD) and not _is_temporary(key)
-            ]
-            now = self._now(mtime for _, mtime in found)
-        listed = tuple(Listed(key, _age(now, mtime)) for key, mtime in sorted(found))
-        return Page(listed, folders=below)
+            found = self._listed(
+                file
+                for file in self._files(prefix, deep=not folders)
+                if not file[0].endswith(_BAD) and not _is_temporary(file[0])
+            )
+        return Page(tuple(found), folders=below)
+
+    def unfinished(self, prefix: str) -> Sequence[Listed]:
+        """See ObjectStore.unfinished."""
+        with _store_errors(f"list of temporary files below {self._root / prefix}"):
+            files = (file for file in self._files(prefix) if _is_temporary(file[0]))
+            return self._listed(itertools.islice(files, _MAX_UNFINISHED))
+
+    def _listed(self, files: Iterable[tuple[str, float, int]]) -> Sequence[Listed]:
+        found = sorted(files)
+        now = self._now(mtime for _, mtime, _ in found)
+        return [Listed(key, _age(now, mtime), size) for key, mtime, size in found]
 
     def delete(self, keys: Sequence[str]) -> None:
         with _store_errors(f"delete in {self._root}"):
@@ -201,11 +212,9 @@ class DirectoryObjectStore:
         removed = 0
         for prefix in prefixes:
             with _store_errors(f"removal of temporary files below {self._root / prefix}"):
-                found = [file for file in self._files(prefix) if _is_temporary(file[0])]
-                now = self._now(mtime for _, mtime in found)
-                for key, mtime in found:
-                    if _age(now, mtime) >= older_than:
-                        (self._root / key).unlink(missing_ok=True)
+                for file in self._listed(f for f in self._files(prefix) if _is_temporary(f[0])):
+                    if file.age >= older_than:
+                        (self._root / file.key).unlink(missing_ok=True)
                         removed += 1
         return removed
 
@@ -224,8 +233,8 @@ class DirectoryObjectStore:
                             found.append(f"{prefix}{entry.name}/")
         return tuple(sorted(found))
 
-    def _files(self, prefix: str, *, deep: bool = True) -> Iterator[tuple[str, float]]:
-        """Yield key and modification time of each file whose key begins with `prefix`.
+    def _files(self, prefix: str, *, deep: bool = True) -> Iterator[tuple[str, float, int]]:
+        """Yield key, modification time and length of each file whose key begins with `prefix`.
 
         Without `deep`, files in directories below the prefix are left out.
         """
@@ -238,7 +247,8 @@ class DirectoryObjectStore:
                 key = str(path.relative_to(self._root))
                 with suppress(FileNotFoundError):
                     if key.startswith(prefix):
-                        yield key, path.stat().st_mtime
+                        found = path.stat()
+                        yield key, found.st_mtime, found.st_size
 
     def _now(self, mtimes: Iterable[float]) -> float:
         """Return the time by the clock that the file system gives files their times by.

@@ -167,6 +167,28 @@ def dead(
     )
 
 
+def abandoned(
+    checkpoints: Collection[CheckpointId], manifests: Collection[CheckpointId], *, ended: bool
+) -> frozenset[CheckpointId]:
+    """Return those of `checkpoints` that do not exist and never will, for a job without a coordinator here.
+
+    Such a checkpoint has no manifest, and a newer restart round than its own has committed: no round commits
+    after a newer one has begun. Another cluster may be uploading the checkpoints of the newest round, for
+    days if the store is slow. Their age proves nothing.
+
+    Args:
+        checkpoints: Checkpoints of which objects or references are stored.
+        manifests: Checkpoints that have a manifest.
+        ended: The job uploads nothing more, as this cluster knows.
+    """
+    newest = max((c.round for c in manifests), default=None)
+    return frozenset(
+        c
+        for c in checkpoints
+        if c not in manifests and (ended or (newest is not None and c.round < newest))
+    )
+
+
 def most_needed(needs: Mapping[CheckpointId, int], limit: int) -> tuple[CheckpointId, ...]:
     """Return at most `limit` checkpoints, those that store the most bytes first.
 

@@ -9,9 +9,10 @@ checkpoints to keep, and `store.rules` which of the others are dead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, TierError
@@ -28,9 +29,33 @@ from holdfast_core.store.upload import CompressedPack, PlainPack, WholeShard
 from holdfast_core.tiers.base import OpenWriter, ShardReader
 from holdfast_core.tiers.objects import Document, Listed, ObjectStore, Page
 
+Dead = Callable[[Collection[CheckpointId], frozenset[CheckpointId]], frozenset[CheckpointId]]
+"""Takes checkpoints and those that have a manifest, and returns those that do not exist and never will."""
+
+
+@dataclass(slots=True)
+class Total:
+    """Number, bytes and greatest age of objects."""
+
+    objects: int = 0
+    size_bytes: int = 0
+    oldest: timedelta = timedelta(0)
+
+    def add(self, item: Listed) -> None:
+        """Count an object."""
+        self.objects += 1
+        self.size_bytes += item.size_bytes
+        self.oldest = max(self.oldest, item.age)
+
+    def add_all(self, other: Total) -> None:
+        """Count the objects of another total."""
+        self.objects += other.objects
+        self.size_bytes += other.size_bytes
+        self.oldest = max(self.oldest, other.oldest)
+
 
 class JobObjects:
-    """The objects of one job. It raises what the store raises."""
+    """The objects of one job, or of all jobs of a store. It raises what the store raises."""
 
     def __init__(self, store: ObjectStore, prefix: str) -> None:
         self._store = store
@@ -65,19 +90,28 @@ class JobObjects:
         """Delete objects. Absent ones are ignored."""
         self._store.delete([self.key(key) for key in relative])
 
-    def delete_below(self, below: str) -> int:
-        """Delete all objects below a path, and return how many there were."""
-        count = 0
+    def delete_below(self, below: str) -> Total:
+        """Delete all objects below a path, and return how much that was."""
+        total = Total()
         for page in pages(self._store, self.key(below)):
             self._store.delete([item.key for item in page.objects])
-            count += len(page.objects)
-        return count
+            for item in page.objects:
+                total.add(item)
+        return total
 
     def list(self, below: str) -> Iterator[Listed]:
         """Yield all objects below a path, one page at a time. Their keys are relative."""
         for page in pages(self._store, self.key(below)):
             for item in page.objects:
-                yield Listed(item.key.removeprefix(self.prefix), item.age)
+                yield replace(item, key=item.key.removeprefix(self.prefix))
+
+    def unfinished(self) -> Sequence[Listed]:
+        """Return what interrupted or running writes have stored (ObjectStore.unfinished)."""
+        return self._store.unfinished(self.prefix)
+
+    def abort_stale(self, older_than: timedelta) -> int:
+        """Remove what interrupted uploads left at least `older_than` ago; return how many."""
+        return self._store.abort_stale([self.prefix], older_than)
 
     def parsed(self, below: str) -> Iterator[tuple[keys.Key, timedelta]]:
         """Yield key and age of all objects below a path, without those that Holdfast does not write."""
@@ -109,22 +143,30 @@ class JobObjects:
         if not self._needed_by(checkpoint):
             self.delete_below(keys.shards_prefix(checkpoint))
 
-    def sweep(
-        self,
-        round_: RestartRound,
-        quiet: timedelta,
-        uploading: Callable[[], Collection[CheckpointId]],
-    ) -> frozenset[CheckpointId]:
-        """See ObjectTier.sweep."""
+    def sweep(self, quiet: timedelta, judge: Callable[[], Dead]) -> dict[CheckpointId, Total]:
+        """Delete the objects of checkpoints that have no manifest and that no other checkpoint needs.
+
+        A checkpoint is swept only if none of its objects was written within `quiet`. The objects of other
+        checkpoints are neither listed nor read: the time depends on the number of checkpoints, and not on
+        their ranks or bytes.
+
+        Args:
+            quiet: Minimum age of the newest object, by the store's clock.
+            judge: Returns which checkpoints do not exist and never will. It is called after the
+                checkpoints were listed, so an upload that starts later has no object in the list.
+
+        Returns:
+            The checkpoints whose shards and packs were deleted, and how much that was.
+        """
         stored = self.folders(keys.SHARDS)
         stored |= self.folders(keys.REFERENCES)
-        busy = frozenset(uploading())
+        judged = judge()
         manifests = frozenset(self.manifests())
 
         def gone(checkpoints: Collection[CheckpointId]) -> frozenset[CheckpointId]:
-            return dead(checkpoints, manifests, busy, round_)
+            return judged(checkpoints, manifests)
 
-        swept = set[CheckpointId]()
+        swept = dict[CheckpointId, Total]()
         # A checkpoint needs earlier ones, so the newest is swept first: its markers go with it.
         for checkpoint in sorted(gone(stored), reverse=True):
             by = self._needed_by(checkpoint)
@@ -134,9 +176,9 @@ class JobObjects:
                 self._release(checkpoint)
             shards = keys.shards_prefix(checkpoint)
             is_free = by.keys() <= stale and self._is_quiet(shards, quiet)
-            if is_free and self.delete_below(shards):
-                swept.add(checkpoint)
-        return frozenset(swept)
+            if is_free and (deleted := self.delete_below(shards)).objects:
+                swept[checkpoint] = deleted
+        return swept
 
     def needs(self, checkpoint: CheckpointId) -> Iterator[keys.NeedsKey]:
         """Yield the markers of the earlier checkpoints that a checkpoint needs."""
@@ -232,6 +274,8 @@ class ObjectTier:
         """
         self._store = store
         self._base = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self.all_jobs = JobObjects(store, self._base)
+        """All objects below the prefix of the store."""
         self._compressed = compressed
         self._conflicts: set[str] = set()
         """Keys of shards under which the store holds other bytes that it does not replace."""
@@ -480,28 +524,28 @@ class ObjectTier:
         quiet: timedelta,
         uploading: Callable[[], Collection[CheckpointId]],
     ) -> frozenset[CheckpointId]:
-        """Delete the objects of checkpoints that have no manifest and that no other checkpoint needs.
-
-        Only checkpoints that `prune.dead` returns are swept, and only if none of their objects was
-        written within `quiet`. The objects of other checkpoints are neither listed nor read: the time
-        depends on the number of checkpoints, and not on their ranks or bytes.
+        """Delete what rules.dead returns, as JobObjects.sweep does.
 
         Args:
             namespace: Namespace of the job.
             job_uid: UID of the job.
             round_: Restart round of the coordinator that calls.
             quiet: Minimum age of the newest object, by the store's clock.
-            uploading: Returns the checkpoints that are being uploaded. It is called after the checkpoints
-                were listed, so an upload that starts later has no object in the list.
+            uploading: Returns the checkpoints that are being uploaded.
 
         Returns:
             The checkpoints whose shards and packs were deleted.
         """
-        return self.job(namespace, job_uid).sweep(round_, quiet, uploading)
+
+        def judge() -> Dead:
+            busy = frozenset(uploading())
+            return lambda checkpoints, manifests: dead(checkpoints, manifests, busy, round_)
+
+        return frozenset(self.job(namespace, job_uid).sweep(quiet, judge))
 
     def abort_stale(self, namespace: str, job_uid: JobUid, older_than: timedelta) -> int:
         """Remove what interrupted uploads of the job left at least `older_than` ago; return how many."""
-        return self._store.abort_stale([self.job(namespace, job_uid).prefix], older_than)
+        return self.job(namespace, job_uid).abort_stale(older_than)
 
     def jobs(self) -> Iterator[tuple[str, JobUid]]:
         """Yield namespace and uid of each job that has a manifest. It takes a request for each job."""

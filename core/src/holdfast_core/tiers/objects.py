@@ -138,6 +138,7 @@ class Listed:
     key: str
     age: timedelta
     """Time since the object was written, by the store's own clock, at least 0."""
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +244,13 @@ class ObjectStore(ReadableStore, Protocol):
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects durably. Absent objects are ignored."""
+        ...
+
+    def unfinished(self, prefix: str) -> Sequence[Listed]:
+        """Return what interrupted or running writes have stored below a prefix, at most 1,000 of them.
+
+        The age counts from the beginning of the write, and the size is what is stored of it.
+        """
         ...
 
     def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:

@@ -134,6 +134,11 @@ def delete_environment() -> str:
     return os.environ.get("HOLDFAST_DELETE", "")
 
 
+def usage_environment() -> str:
+    """Return the UsageContract as JSON, for a pod that only lists a store."""
+    return os.environ.get("HOLDFAST_USAGE", "")
+
+
 def store_environment() -> tuple[str, str]:
     """Return the StoreConfig as JSON and the folder of the keys, for a pod that only uses a store."""
     return os.environ.get("HOLDFAST_STORE", ""), os.environ.get("HOLDFAST_STORE_DIR", "")

@@ -242,6 +242,7 @@ class ObjectStoreContract(ReadableStoreContract):
 
     def test_complete_objects_are_no_leftovers(self, objects: ObjectStore) -> None:
         objects.write("a/one", Document(payload(LARGE)))
+        assert list(objects.unfinished("")) == []
         assert objects.abort_stale(["a/", "b/"], timedelta(0)) == 0
         assert objects.size("a/one") == LARGE
 

@@ -83,6 +83,7 @@ class ListedObject:
     key: str
     modified: str
     """RFC 3339, by the server's clock."""
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +307,11 @@ class S3Client:
         root = self._document(request, reply, "ListBucketResult")
         decode = _key_decoder(root)
         listed = tuple(
-            ListedObject(decode(child_text(item, "Key")), child_text(item, "LastModified"))
+            ListedObject(
+                decode(child_text(item, "Key")),
+                child_text(item, "LastModified"),
+                _number(child_text(item, "Size"), 0),
+            )
             for item in root
             if local_name(item) == "Contents"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
@@ -178,7 +179,7 @@ class S3ObjectStore:
         )
         return Page(
             tuple(
-                Listed(item.key, _age(item.key, item.modified, found.date))
+                Listed(item.key, _age(item.key, item.modified, found.date), item.size_bytes)
                 for item in found.listed
                 if item.key.startswith(prefix)
             ),
@@ -194,6 +195,20 @@ class S3ObjectStore:
         starts = range(0, len(keys), MAX_DELETED)
         run_all(self._workers, delete, (keys[at : at + MAX_DELETED] for at in starts))
 
+    def unfinished(self, prefix: str) -> Sequence[Listed]:
+        """See ObjectStore.unfinished. Some servers (MinIO) list nothing here, see `abort_stale`."""
+        uploads, date = self._unfinished(prefix)
+        found = list[Listed]()
+        for upload in uploads:
+            with suppress(NotFoundError):  # it has ended meanwhile
+                parts = self._retrier.call(
+                    f"list of the parts of {upload.key}",
+                    lambda upload=upload: self._client.list_parts(upload.key, upload.upload_id),  # type: ignore[misc]
+                )
+                size = sum(max(0, part.size_bytes) for part in parts)
+                found.append(Listed(upload.key, _age(upload.key, upload.initiated, date), size))
+        return found
+
     def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:
         """Abort the multipart uploads below these prefixes that were begun `older_than` ago.
 
@@ -201,16 +216,20 @@ class S3ObjectStore:
         """
         aborted: set[PendingUpload] = set()
         for prefix in prefixes:
-            uploads, date = self._retrier.call(
-                f"list of unfinished uploads below {prefix}",
-                lambda prefix=prefix: self._client.list_uploads(prefix),  # type: ignore[misc]
-            )
+            uploads, date = self._unfinished(prefix)
             for upload in uploads:
                 is_old = _age(upload.key, upload.initiated, date) >= older_than
-                if upload.key.startswith(prefix) and is_old and upload not in aborted:
+                if is_old and upload not in aborted:
                     self._abort(upload)
                     aborted.add(upload)
         return len(aborted)
+
+    def _unfinished(self, prefix: str) -> tuple[Sequence[PendingUpload], str]:
+        uploads, date = self._retrier.call(
+            f"list of unfinished uploads below {prefix}",
+            lambda: self._client.list_uploads(prefix),
+        )
+        return [upload for upload in uploads if upload.key.startswith(prefix)], date
 
     def _abort(self, upload: PendingUpload) -> None:
         self._retrier.call(
