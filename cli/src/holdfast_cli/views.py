@@ -24,6 +24,7 @@ _TROUBLE = frozenset(
         ("SidecarsUnreachable", "True"),
         ("CheckpointMissing", "True"),
         ("CheckpointsLost", "True"),
+        ("UploadsHeld", "True"),
         ("PodsKept", "True"),
         ("Adopted", "False"),
         ("Failed", "True"),

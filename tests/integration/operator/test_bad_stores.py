@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.operator.operator_bed import OperatorBed, training_job
+from tests.support.operator.store_pods import (
+    condition_of,
+    create_store,
+    pods_of,
+    run_command,
+)
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
 
-from holdfast_operator.model import labels
 from holdfast_operator.model.ownership import PROBE_PREFIX
 
 pytestmark = pytest.mark.integration
@@ -39,13 +39,13 @@ def test_a_store_that_does_not_work_reports_why_on_itself_and_on_its_job(
     create_store(bed, name, WRONG_KEYS, f"http://{minio.endpoint}")
     object_tier = {"storeRef": {"name": name}, "every": {"steps": 10}}
     bed.plane.request("POST", bed.path("trainingjobs"), training_job(object=object_tier))
-    probe = bed.until("a probe's pod", lambda: next(iter(probes_of(bed, name)), None))
-    report = run_probe(bed, probe, tmp_path)
+    probe = bed.until("a probe's pod", lambda: next(iter(pods_of(bed, name)), None))
+    report = run_command(bed, probe, tmp_path)
     bed.kubelet.probe_answer = report  # of each further probe, too
 
     found = bed.until(
         "the store is not available",
-        lambda: (c := store_condition(bed, name)).get("status") == "False" and c,
+        lambda: (c := condition_of(bed, name, "Available")).get("status") == "False" and c,
     )
     assert found["reason"] == reason, found
     for text in TEXTS:
@@ -64,58 +64,6 @@ def test_a_store_that_does_not_work_reports_why_on_itself_and_on_its_job(
     bed.until("the job's Event", lambda: texts_of_events(bed, "gpt", "StoreUnavailable", TEXTS))
     of_job = [pod for pod in bed.pod_names() if not pod.startswith(PROBE_PREFIX)]
     assert of_job == [], "no pod waits for a store that does not work"
-
-
-def create_store(bed: OperatorBed, name: str, keys: dict[str, str], endpoint: str) -> None:
-    """Create a CheckpointStore and the Secret with its keys."""
-    secrets = f"/api/v1/namespaces/{bed.namespace}/secrets"
-    secret = {"metadata": {"name": f"keys-of-{name}"}, "stringData": keys}
-    bed.plane.request("POST", secrets, secret)
-    spec = {
-        "endpoint": endpoint,
-        "bucket": "holdfast",
-        "credentialsSecretRef": {"name": f"keys-of-{name}"},
-    }
-    store = {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "CheckpointStore",
-        "metadata": {"name": name},
-        "spec": {"s3": spec},
-    }
-    bed.plane.request("POST", bed.path("checkpointstores"), store)
-
-
-def probes_of(bed: OperatorBed, store: str) -> list[Any]:
-    return [
-        p for p in bed.kubelet.pods() if p["metadata"]["labels"].get(labels.STORE_NAME) == store
-    ]
-
-
-def run_probe(bed: OperatorBed, pod: dict[str, Any], folder: Path) -> str:
-    """Run the pod's command with its environment and its Secret, and return its termination message."""
-    [container] = pod["spec"]["containers"]
-    [source] = pod["spec"]["volumes"][0]["projected"]["sources"]
-    path = f"/api/v1/namespaces/{bed.namespace}/secrets/{source['secret']['name']}"
-    for key, value in bed.plane.request("GET", path)["data"].items():
-        (folder / key).write_bytes(base64.b64decode(value))
-    program, *arguments = container["command"]
-    assert program == "holdfast-sidecar"
-    environment = {
-        **os.environ,
-        **{e["name"]: e["value"] for e in container["env"]},
-        "HOLDFAST_STORE_DIR": str(folder),
-        "HOLDFAST_TERMINATION_LOG": str(folder / "termination-log"),
-    }
-    command = [sys.executable, "-m", "holdfast_sidecar", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return (folder / "termination-log").read_text()
-
-
-def store_condition(bed: OperatorBed, name: str) -> dict[str, Any]:
-    store = bed.plane.request("GET", bed.path("checkpointstores", name))
-    conditions = (store.get("status") or {}).get("conditions", [])
-    return next((c for c in conditions if c["type"] == "Available"), {})
 
 
 def texts_of_events(bed: OperatorBed, name: str, reason: str, texts: tuple[str, ...]) -> list[str]:

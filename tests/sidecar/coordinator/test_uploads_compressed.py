@@ -34,6 +34,7 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
         policy = Policy(1, object_every_steps=10, object_compression=compression)
         return Mock(
             policy=policy,
+            hold_uploads=False,
             last_persisted=None,
             round=ledger.round,
             restore_point=RestorePoint(),

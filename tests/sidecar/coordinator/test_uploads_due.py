@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,6 +24,11 @@ class Hand:
         return self.seconds
 
 
+def message(policy: Policy, *, hold: bool = False, **fields: Any) -> Any:
+    """Return the parts of a ROUND message that uploads depend on."""
+    return Mock(policy=policy, hold_uploads=hold, quarantined=(), **fields)
+
+
 def uploads(
     ledger: Ledger,
     *,
@@ -36,13 +42,7 @@ def uploads(
     point = RestorePoint() if restored is None else RestorePoint(Step(restored), RestartRound(0))
     return GangUploads(
         CONTRACT,
-        Mock(
-            policy=policy,
-            last_persisted=last,
-            round=ledger.round,
-            restore_point=point,
-            quarantined=(),
-        ),
+        message(policy, round=ledger.round, last_persisted=last, restore_point=point),
         Mock(),
         ledger=ledger,
         versioned=Mock(),
@@ -145,3 +145,35 @@ def test_uploads_by_time_begin_with_the_first_save() -> None:
 def test_nothing_is_uploaded_without_an_interval() -> None:
     ledger = new_ledger()
     assert queued(ledger, uploads(ledger), 1, 10, 100) == []
+
+
+@pytest.mark.fault("A quota of the object store is reached while steps wait for it")
+def test_while_uploads_are_held_the_newest_step_waits_alone() -> None:
+    """Others could not be pruned, and would take the room of the next saves."""
+    ledger, policy = new_ledger(), Policy(interval_steps=1, object_every_steps=1)
+    uploaded = uploads(ledger, every=1)
+    for step in (1, 2, 3):
+        local(ledger, uploaded, step)
+    assert ledger.on_way_to_store == {1, 2, 3}
+    uploaded.policy(message(policy, hold=True))
+    assert ledger.on_way_to_store == {3}
+    for step in (4, 5):
+        local(ledger, uploaded, step)
+        assert ledger.on_way_to_store == {step}
+    uploaded.policy(message(policy))
+    local(ledger, uploaded, 6)
+    assert ledger.on_way_to_store == {5, 6}
+
+
+@pytest.mark.fault("A quota of the object store is reached during an upload")
+def test_an_upload_under_way_ends_although_uploads_are_held() -> None:
+    ledger, policy = new_ledger(), Policy(interval_steps=1, object_every_steps=1)
+    uploaded = uploads(ledger, every=1)
+    for step in (1, 2):
+        local(ledger, uploaded, step)
+    ledger.uploads, _ = ledger.uploads.requested(ledger.round, None, ())
+    uploaded.policy(message(policy, hold=True))
+    for step in (3, 4):
+        local(ledger, uploaded, step)
+    assert ledger.on_way_to_store == {1, 4}
+    assert ledger.uploads.request is not None and ledger.uploads.request.step == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import re
 import threading
 from collections.abc import Coroutine
@@ -22,7 +23,7 @@ from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER, TRAINER_CONT
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.model import labels
-from holdfast_operator.model.ownership import PROBE_PREFIX
+from holdfast_operator.model.ownership import PROBE_PREFIX, StoreVerb, command_prefix
 from holdfast_operator.sidecars.certificates import KeyPair
 
 T = TypeVar("T")
@@ -45,6 +46,18 @@ class PlayedKubelet:
     """Sidecars by pod name."""
     probe_answer: str = ""
     """The termination message of every store probe that `answer_probes` finds."""
+    usage_answer: str = json.dumps(
+        {
+            "bytes": 0,
+            "objects": 0,
+            "checkpoints": 0,
+            "orphans": {},
+            "swept": {"objects": 0, "bytes": 0},
+            "namespaces": [],
+            "jobs": [],
+        }
+    )
+    """The termination message of every listing of a store that it finds."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -132,9 +145,12 @@ class PlayedKubelet:
             return
         for pod in self.pods():
             name, phase = pod["metadata"]["name"], pod["status"].get("phase")
-            if name.startswith(PROBE_PREFIX) and phase == "Pending":
+            answer = self.probe_answer if name.startswith(PROBE_PREFIX) else None
+            if name.startswith(command_prefix(StoreVerb.USAGE)):
+                answer = self.usage_answer
+            if answer is not None and phase == "Pending":
                 try:
-                    self.finish_pod(name, self.probe_answer)
+                    self.finish_pod(name, answer)
                 except ControlPlaneError as error:
                     if not re.search("HTTP 40[49]", str(error)):
                         raise  # otherwise the operator has deleted the pod meanwhile

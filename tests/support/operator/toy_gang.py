@@ -192,6 +192,8 @@ class ToyRun:
     stop_asked: bool = False
     stopped: bool = False
     finished: bool = False
+    is_held: bool = False
+    """Whether the newest step waits for a quota of the store."""
     released: bool = False
     """Whether the operator has recorded the end, so that launchers may exit."""
 
@@ -309,6 +311,9 @@ class ToyGang:
         run = self.run
         if run is not None and run.is_over and (run.dead or run.saving is None):
             self._persist_last(run, message, present)
+        if run is not None and run.is_held and not message.hold_uploads:
+            self._persist_last(run, message, present)
+            run.is_held = self.store.away
         if run is None or run.dead or run.finished:
             return
         if not run.started:
@@ -320,7 +325,7 @@ class ToyGang:
         if run.saving is not None and (run.step >= run.total or run.stopped):
             return
         if run.step >= run.total or run.stopped:
-            run.finished = True
+            run.finished = not run.is_held  # the coordinator keeps the pods for the upload
             return
         run.step = Step(run.step + 1)
         due = run.step % run.interval == 0 or run.step >= run.total or run.stop_asked
@@ -332,6 +337,9 @@ class ToyGang:
         """Persist the newest committed step, or the restore point if the round has committed none."""
         id_ = run.last.get(Level.LOCAL) or run.restored
         if id_ is None or id_ in self.store.checkpoints or self.store.away:
+            return
+        if message.hold_uploads:
+            run.is_held = True
             return
         if run.persist_every is None or not all(id_ in s.manifests for s in present):
             return
@@ -418,6 +426,8 @@ class ToyGang:
             for copy in message.copies:
                 present[copy.target].keep(id_, Rank(copy.source))
             self._promise(run, id_, Level.REPLICATED, present)
+        elif phase == 4 and self._persists(run, id_) and message.hold_uploads:
+            run.is_held = True
         elif phase == 4 and self._persists(run, id_):
             self.store.checkpoints[id_] = info
             self._promise(run, id_, Level.PERSISTED, present)

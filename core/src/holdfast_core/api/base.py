@@ -256,7 +256,7 @@ class Condition(ApiModel):
 Conditions = Annotated[
     tuple[Condition, ...],
     Field(
-        max_length=24,
+        max_length=32,
         description="Durable facts about this object, one entry per type.",
         json_schema_extra={
             "x-kubernetes-list-type": "map",

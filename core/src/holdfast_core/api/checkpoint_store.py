@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, field_serializer, field_validator
 
 from holdfast_core.api.base import (
     ApiModel,
@@ -20,13 +20,29 @@ from holdfast_core.api.base import (
     Timestamp,
     WithConditions,
 )
-from holdfast_core.api.rules import DURATION, cel_rules, parse_duration, remedy, rule
+from holdfast_core.api.rules import (
+    DURATION,
+    QUANTITY,
+    cel_rules,
+    duration_within,
+    parse_duration,
+    quantity_rule,
+    remedy,
+    rule,
+    size_text,
+)
+from holdfast_core.contract import MAX_LISTED_JOBS, MAX_LISTED_NAMESPACES
+from holdfast_core.ids import JobUid
 
 
 class StoreCondition(StrEnum):
     """Types of the conditions of a CheckpointStore."""
 
     AVAILABLE = "Available"
+    LISTED = "Listed"
+    """Whether the newest listing of the store succeeded; absent before the first one."""
+    QUOTA_PRESSURE = "QuotaPressure"
+    """True while at least 80 % of the quota are used; absent before the store has a quota."""
 
 
 _ENDPOINT_RULE = rule(
@@ -168,10 +184,108 @@ class VerifySpec(ApiModel):
         return parse_duration(self.every)
 
 
+class UsageSpec(ApiModel):
+    """When the store is listed, and what is deleted then."""
+
+    every: Annotated[
+        Annotated[str, DURATION],
+        Field(
+            max_length=32,
+            description="Time between two listings, a duration from 1m to 24h. While a quota is reached, "
+            "at most 1m.",
+            json_schema_extra=cel_rules(
+                rule(
+                    f"{duration_within('1m', '24h')}",
+                    message_expression='\'usage.every is "%s", expected 1m to 24h: write for example '
+                    "10m'.format([self])",
+                )
+            ),
+        ),
+    ] = "10m"
+    sweep_orphans_after: Annotated[
+        Annotated[str, DURATION],
+        Field(
+            max_length=32,
+            description="Age from which objects that no checkpoint needs and that no upload can need are "
+            "deleted, a duration of at least 1h.",
+            json_schema_extra=cel_rules(
+                rule(
+                    f"{duration_within('1h', '87600h')}",
+                    message_expression='\'usage.sweepOrphansAfter is "%s", expected at least 1h, because '
+                    "younger objects may belong to an upload that is ending: write for example "
+                    "24h'.format([self])",
+                )
+            ),
+        ),
+    ] = "24h"
+
+
+_QUOTA_RULES = cel_rules(
+    rule(
+        "has(self.bytes) || has(self.perNamespace) || has(self.perJob)",
+        message="quota has no limit: set quota.bytes, quota.perNamespace or quota.perJob, or remove quota",
+    ),
+    *(
+        rule(
+            f"!has(self.{less}) || !has(self.{more})"
+            f" || quantity(self.{less}).compareTo(quantity(self.{more})) <= 0",
+            message_expression=(
+                f"'quota.{less} is %s and quota.{more} is %s: the first could never be reached. Lower "
+                f"{less} or raise {more}'.format([self.{less}, self.{more}])"
+            ),
+            field_path=f".{less}",
+        )
+        for less, more in (
+            ("perNamespace", "bytes"),
+            ("perJob", "bytes"),
+            ("perJob", "perNamespace"),
+        )
+    ),
+)
+
+
+def _limit(name: str, description: str, example: str) -> Any:
+    return Field(
+        max_length=32,
+        description=f"{description}, a quantity such as {example}. Default: no limit.",
+        json_schema_extra=cel_rules(quantity_rule(f"quota.{name}", example)),
+    )
+
+
+class QuotaSpec(ApiModel):
+    """The most bytes that the store may hold below its prefix. At a limit the next upload waits."""
+
+    model_config = ConfigDict(json_schema_extra=_QUOTA_RULES)
+
+    bytes: Annotated[
+        Annotated[str, QUANTITY] | None,
+        _limit("bytes", "Limit of all objects below the prefix", "10Ti"),
+    ] = None
+    per_namespace: Annotated[
+        Annotated[str, QUANTITY] | None,
+        _limit("perNamespace", "Limit of the objects of each namespace", "2Ti"),
+    ] = None
+    per_job: Annotated[
+        Annotated[str, QUANTITY] | None,
+        _limit("perJob", "Limit of the objects of each job", "500Gi"),
+    ] = None
+
+
 class CheckpointStoreSpec(ApiModel):
     """The object store."""
 
     s3: Annotated[S3Spec, Field(description="An S3-compatible object store.")]
+    quota: Annotated[
+        QuotaSpec | None,
+        Field(
+            description="Limits of what the store holds. At a limit, the next upload of a job waits. Saves "
+            "on nodes and copies at peers go on, and nothing is deleted that the retention keeps."
+        ),
+    ] = None
+    usage: Annotated[
+        UsageSpec,
+        Field(description="When the store is listed, and when orphans are deleted."),
+    ] = UsageSpec()
     verify: Annotated[
         VerifySpec | None,
         Field(
@@ -223,10 +337,125 @@ class StoreDrills(ApiModel):
     ] = None
 
 
+class NamespaceUsageStatus(ApiModel):
+    """What the jobs of one namespace have in the store."""
+
+    namespace: Annotated[str, Field(max_length=63, description="Namespace of the jobs.")]
+    bytes: Annotated[int, Field(ge=0, description="Bytes of their objects.")]
+    objects: Annotated[int, Field(ge=0, description="Number of their objects.")]
+
+
+class JobUsageStatus(ApiModel):
+    """What one job has in the store."""
+
+    namespace: Annotated[str, Field(max_length=63, description="Namespace of the job.")]
+    uid: Annotated[JobUid, Field(max_length=128, description="uid of the job.")]
+    name: Annotated[
+        str | None,
+        Field(
+            max_length=253, description="Name of the job. Absent: this cluster does not have it."
+        ),
+    ] = None
+    bytes: Annotated[int, Field(ge=0, description="Bytes of its objects.")]
+    objects: Annotated[int, Field(ge=0, description="Number of its objects.")]
+
+
+class OrphanStatus(ApiModel):
+    """Objects of one kind that no checkpoint needs, and that are at least an hour old."""
+
+    kind: Annotated[
+        str, Field(max_length=32, description="shards, layouts, markers or uploads (unfinished).")
+    ]
+    bytes: Annotated[int, Field(ge=0, description="Their bytes.")]
+    objects: Annotated[int, Field(ge=0, description="Their number.")]
+    oldest_seconds: Annotated[
+        int, Field(ge=0, description="Age of the oldest by the store's clock, seconds.")
+    ]
+
+
+class UsageStatus(ApiModel):
+    """What the newest listing of the store's prefix found."""
+
+    listed_at: Annotated[Timestamp, Field(description="When the listing ended (UTC).")]
+    location: Annotated[
+        str, Field(max_length=1024, description="Endpoint, bucket and prefix that were listed.")
+    ]
+    bytes: Annotated[int, Field(ge=0, description="Bytes of all objects, as LIST says.")]
+    size: Annotated[
+        str,
+        Field(max_length=16, description="The same with a unit, computed, for the SIZE column."),
+    ] = ""
+    objects: Annotated[int, Field(ge=0, description="Number of all objects.")]
+    checkpoints: Annotated[int, Field(ge=0, description="Number of manifests.")]
+    namespaces: Annotated[
+        tuple[NamespaceUsageStatus, ...],
+        Field(
+            max_length=MAX_LISTED_NAMESPACES,
+            description="The largest namespaces, the largest first.",
+        ),
+    ] = ()
+    jobs: Annotated[
+        tuple[JobUsageStatus, ...],
+        Field(max_length=MAX_LISTED_JOBS, description="The largest jobs, the largest first."),
+    ] = ()
+    other_bytes: Annotated[
+        int,
+        Field(ge=0, description="Bytes of all other jobs, and of objects of other programs."),
+    ] = 0
+    orphans: Annotated[
+        tuple[OrphanStatus, ...],
+        Field(max_length=8, description="What no checkpoint needs, by kind. No entry: none."),
+    ] = ()
+    swept_bytes: Annotated[
+        int, Field(ge=0, description="Bytes of orphans that were deleted before this listing.")
+    ] = 0
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _never_read_back(cls, _: Any) -> str:
+        return ""
+
+    @field_serializer("size")
+    def _size(self, _: str) -> str:
+        return size_text(self.bytes)
+
+
+class ReachedQuota(ApiModel):
+    """A limit of the quota at which the next upload of some jobs waits."""
+
+    namespace: Annotated[
+        str | None, Field(max_length=63, description="Absent: the limit of the whole store.")
+    ] = None
+    job_uid: Annotated[
+        JobUid | None, Field(max_length=128, description="Absent: the limit of more than one job.")
+    ] = None
+    bytes: Annotated[int, Field(ge=0, description="Bytes that are used.")]
+    limit_bytes: Annotated[int, Field(ge=0, description="The limit.")]
+
+    def holds(self, namespace: str, job_uid: JobUid) -> bool:
+        """Return whether the uploads of a job wait for this limit."""
+        return self.namespace in (None, namespace) and self.job_uid in (None, job_uid)
+
+
 class CheckpointStoreStatus(WithConditions):
-    """What the newest probe saw, and the drills."""
+    """What the newest probe and the newest listing saw, and the drills."""
 
     conditions: Conditions = ()
+    usage: Annotated[
+        UsageStatus | None,
+        Field(description="What the store holds. Absent: it was not listed yet."),
+    ] = None
+    last_listing: Annotated[
+        Timestamp | None,
+        Field(description="When the newest attempt to list the store ended (UTC)."),
+    ] = None
+    reached_quotas: Annotated[
+        tuple[ReachedQuota, ...],
+        Field(
+            max_length=1 + MAX_LISTED_NAMESPACES + MAX_LISTED_JOBS,
+            description="Limits of the quota that are reached. The uploads of these jobs wait.",
+        ),
+    ] = ()
     features: Annotated[
         StoreFeatures | None, Field(description="Features of the server that the probe found.")
     ] = None

@@ -277,6 +277,13 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
             "Reason why it is available or not.",
             wide=True,
         ),
+        _column("Size", "string", ".status.usage.size", "Bytes of all objects."),
+        _column(
+            "Pressure",
+            "string",
+            '.status.conditions[?(@.type=="QuotaPressure")].status',
+            "Whether at least 80 % of the quota are used.",
+        ),
         _AGE,
     ),
 }

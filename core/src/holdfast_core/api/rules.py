@@ -166,6 +166,14 @@ def quantity_rule(field: str, example: str) -> dict[str, Any]:
     )
 
 
+def duration_within(shortest: str, longest: str) -> str:
+    """Return the CEL expression that `self` is a duration between two others."""
+    return (
+        r"self.matches('^([0-9]+(\\.[0-9]+)?(ms|s|m|h))+$')"
+        f" && duration(self) >= duration('{shortest}') && duration(self) <= duration('{longest}')"
+    )
+
+
 def duration_rule(field: str, example: str) -> dict[str, Any]:
     """CEL: the text is a duration above zero."""
     return rule(

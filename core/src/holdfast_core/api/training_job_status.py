@@ -109,6 +109,9 @@ class JobCondition(StrEnum):
     ROLLED_BACK = "RolledBack"
     """True once a round has begun from the step of spec.rollback. False while that is not possible, and the
     message says why; absent before the job was to be rolled back."""
+    UPLOADS_HELD = "UploadsHeld"
+    """True while the next upload of the job waits, because a quota of its store is reached; absent before
+    that happens."""
     FAILURE_RULES_APPLY = "FailureRulesApply"
     """False while a rule of failurePolicy.rules can never match; absent before that happens."""
 

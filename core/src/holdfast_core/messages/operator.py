@@ -94,6 +94,8 @@ class Round:
     lineage_from: RestartRound = FIRST_ROUND
     """The round in which the gang last began without an own checkpoint. Those of older rounds are off the
     lineage, whatever their steps."""
+    hold_uploads: bool = False
+    """A quota of the object store is reached: no further upload is requested. The one under way ends."""
 
     rolled_back_from: Step | None = None
     """Step that the gang had reached before a person rolled it back, if the round starts below it."""

@@ -79,6 +79,15 @@ class UploadQueue:
         left_out = waiting.pop(0) if len(waiting) > MAX_WAITING else None
         return replace(self, wanted=(first, *waiting)), left_out
 
+    def only_newest(self) -> UploadQueue:
+        """Return the queue with the newest of the checkpoints that wait, and the one that is requested.
+
+        While uploads are held, more of them would take room on the nodes that saves need.
+        """
+        requested = self.wanted[:1] if self.request is not None else ()
+        waiting = self.wanted[len(requested) :]
+        return replace(self, wanted=(*requested, *sorted(waiting, key=age_of)[-1:]))
+
     def without(self, checkpoint: CheckpointId) -> UploadQueue:
         """Return the queue after a checkpoint was persisted or given up."""
         return UploadQueue(

@@ -22,7 +22,13 @@ from prometheus_client import (
 )
 
 from holdfast_core import logs
-from holdfast_core.api import Gang, JobCondition, RecoveryStatus, TrainingJobStatus
+from holdfast_core.api import (
+    Gang,
+    JobCondition,
+    RecoveryStatus,
+    TrainingJobStatus,
+    UsageStatus,
+)
 from holdfast_core.clock import Clock
 from holdfast_core.contract import DrillExit
 from holdfast_core.net.listener import Port
@@ -127,12 +133,51 @@ class Metrics:
             "1 while condition Queued of the job is true, else 0. A job that was in no queue has no series.",
             _JOB,
         )
+        self._held = gauge(
+            "holdfast_job_uploads_held",
+            "1 while condition UploadsHeld of the job is true, else 0. A job that never waited for a quota "
+            "has no series.",
+            _JOB,
+        )
         self._conditions = {
             JobCondition.SIDECARS_UNREACHABLE: self._silent,
             JobCondition.CHECKPOINT_MISSING: self._missing,
             JobCondition.CHECKPOINTS_LOST: self._lost,
             JobCondition.QUEUED: self._queued,
+            JobCondition.UPLOADS_HELD: self._held,
         }
+        self._store_bytes = gauge(
+            "holdfast_store_bytes",
+            "Bytes of all objects below the prefix of a CheckpointStore, at the newest listing.",
+            _STORE,
+        )
+        self._store_objects = gauge(
+            "holdfast_store_objects",
+            "Number of all objects below the prefix of a CheckpointStore, at the newest listing.",
+            _STORE,
+        )
+        self._store_quota = gauge(
+            "holdfast_store_quota_ratio",
+            "Highest share of a limit of the store's quota that is used. At 1 uploads wait. A store "
+            "without a quota has no series.",
+            _STORE,
+        )
+        self._store_namespaces = gauge(
+            "holdfast_store_namespace_bytes",
+            "Bytes of the jobs of one namespace in a CheckpointStore. Only the largest namespaces have one.",
+            (*_STORE, "job_namespace"),
+        )
+        self._store_jobs = gauge(
+            "holdfast_store_job_bytes",
+            "Bytes of one job in a CheckpointStore; job is its uid if this cluster does not have it. "
+            "Only the largest jobs have one.",
+            (*_STORE, "job_namespace", "job"),
+        )
+        self._store_orphans = gauge(
+            "holdfast_store_orphan_bytes",
+            "Bytes of objects in a CheckpointStore that no checkpoint needs, by kind.",
+            (*_STORE, "kind"),
+        )
         self._spares = gauge(
             "holdfast_job_spares_ready",
             "Spare pods of the job that can take the place of a lost worker now.",
@@ -207,6 +252,8 @@ class Metrics:
             ("kind",),
         )
         self._unreadable_kinds: set[str] = set()
+        self._store_series: dict[tuple[tuple[str, str], Gauge], set[tuple[str, ...]]] = {}
+        """Labels of the series of each store."""
 
     def unexpected(self, part: str) -> None:
         self._unexpected.labels(part).inc()
@@ -256,6 +303,34 @@ class Metrics:
         for kind in self._unreadable_kinds | set(counts):
             self._unreadable.labels(kind).set(counts.get(kind, 0))
         self._unreadable_kinds |= set(counts)
+
+    def store_listed(
+        self, namespace: str, store: str, usage: UsageStatus | None, quota_ratio: float | None
+    ) -> None:
+        """Set the series of a store to what its newest listing says. Series of what is gone are removed."""
+        own = (namespace, store)
+        values: dict[Gauge, dict[tuple[str, ...], float]] = {
+            self._store_bytes: {} if usage is None else {own: usage.bytes},
+            self._store_objects: {} if usage is None else {own: usage.objects},
+            self._store_quota: {} if quota_ratio is None else {own: quota_ratio},
+            self._store_namespaces: {},
+            self._store_jobs: {},
+            self._store_orphans: {},
+        }
+        if usage is not None:
+            for one in usage.namespaces:
+                values[self._store_namespaces][*own, one.namespace] = one.bytes
+            for job in usage.jobs:
+                values[self._store_jobs][*own, job.namespace, job.name or job.uid] = job.bytes
+            for kind in usage.orphans:
+                values[self._store_orphans][*own, kind.kind] = kind.bytes
+        for metric, rows in values.items():
+            known = self._store_series.setdefault((own, metric), set())
+            for labels in known - rows.keys():
+                metric.remove(*labels)
+            for labels, value in rows.items():
+                metric.labels(*labels).set(value)
+            self._store_series[own, metric] = set(rows)
 
     def pruned(self, job: Gang) -> None:
         """Count a checkpoint that was deleted from the object store."""

@@ -37,6 +37,8 @@ from holdfast_operator.decide.facts.world import (
     World,
     all_ended,
     asked_for,
+    make_room,
+    quota_text,
     stop_requested,
     trains,
 )
@@ -79,6 +81,8 @@ def why_kept(world: World) -> Note | None:
         return Note(Reason.CANNOT_PERSIST, text)
     away = [m for m in world.members if m.node_lost]
     waits = f" It waits for {_named(away)}, whose node is lost." if away else ""
+    if world.reached_quotas:
+        waits += f" It waits for a quota: {quota_text(world)}. {make_room(world)}."
     text = (
         f"{lost}. The operator requests its upload.{waits} The pods stay until it is uploaded, or until a "
         "person deletes this job"

@@ -470,6 +470,7 @@ def round_message(world: World) -> Round:
         last_persisted=None if last is None else RestorePoint(last.step, last.round, last.manifest),
         lineage_from=first_round(status.lineage),
         rolled_back_from=status.lineage[-1].rolled_back_from if status.lineage else None,
+        hold_uploads=bool(world.reached_quotas),
     )
 
 

@@ -23,6 +23,7 @@ from holdfast_core.clock import Clock
 from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.loop.drills import Drills
+from holdfast_operator.loop.usages import Usages
 from holdfast_operator.model.command_pods import (
     CommandFailed,
     CommandFailure,
@@ -151,6 +152,7 @@ class Stores:
         events: Events,
         commands: CommandRuns,
         drills: Drills,
+        usages: Usages,
         clock: Clock,
     ) -> None:
         self._cluster = cluster
@@ -158,6 +160,7 @@ class Stores:
         self._events = events
         self._commands = commands
         self._drills = drills
+        self._usages = usages
         self._clock = clock
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
@@ -184,7 +187,8 @@ class Stores:
             now = self._clock.utc_now()
             if not probe_due(store, self._cache.jobs.newest_start(namespace, name), now):
                 drill_seconds = await self._drills.reconcile(store)
-                waits = (next_look_seconds(store, now), drill_seconds)
+                usage_seconds = await self._usages.reconcile(store)
+                waits = (next_look_seconds(store, now), drill_seconds, usage_seconds)
                 return min((seconds for seconds in waits if seconds is not None), default=None)
             state = await self._commands.start(store, command, view)
         if not isinstance(state, CommandUnderway):

@@ -16,7 +16,14 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
-from holdfast_core.api import Checkpoint, CheckpointStore, Gang, StoreCondition, TrainingJob
+from holdfast_core.api import (
+    Checkpoint,
+    CheckpointStore,
+    Gang,
+    ReachedQuota,
+    StoreCondition,
+    TrainingJob,
+)
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
@@ -420,6 +427,7 @@ class StoreView:
     available: bool | None = None
     """Value of condition Available. None: the store's spec is not probed yet."""
     message: str = ""
+    reached_quotas: tuple[ReachedQuota, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,4 +656,5 @@ def store_view(store: CheckpointStore) -> StoreView:
         ca_secret=None if s3.ca_secret_ref is None else s3.ca_secret_ref.name,
         available=store.available if answered else None,
         message="" if condition is None else condition.message,
+        reached_quotas=store.status.reached_quotas,
     )

@@ -51,6 +51,7 @@ class StoreVerb(StrEnum):
     PROBE = "probe"
     DELETE = "delete"
     DRILL = "drill"
+    USAGE = "usage"
 
 
 def command_prefix(verb: StoreVerb) -> str:

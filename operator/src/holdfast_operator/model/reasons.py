@@ -205,6 +205,25 @@ class Reason(StrEnum):
     """The drill has not read the checkpoint to its end, so nothing is known. StoreUnavailable stands for a
     store that did not answer or refused the keys."""
 
+    # --- Listed, QuotaPressure (of a CheckpointStore), UploadsHeld
+    LISTED = "Listed"
+    """The store was listed."""
+    LIST_FAILED = "ListFailed"
+    """The store could not be listed. What status.usage says is older."""
+    QUOTA_REACHED = "QuotaReached"
+    """The store, a namespace or a job holds as many bytes as a limit of the quota allows, or more. The next
+    upload waits."""
+    NEAR_QUOTA = "NearQuota"
+    """At least 80 % of a limit of the quota are used."""
+    PINS_EXCEED_QUOTA = "PinsExceedQuota"
+    """A limit of the quota is below what pinned checkpoints hold. Nothing is deleted because of that."""
+    WITHIN_QUOTA = "WithinQuota"
+    """Less than 80 % of each limit are used. Of a job: no limit is reached that its uploads wait for."""
+    NO_QUOTA = "NoQuota"
+    """The store has no quota any more."""
+    NOT_LISTED = "NotListed"
+    """The store was not listed yet, so nothing is known of its quota. Uploads go on."""
+
     # --- NodesAvoided
     NODES_FAILED = "NodesFailed"
     """Workers failed on nodes as often as failurePolicy.avoidNodes allows, or a rule with action AvoidNode

@@ -72,7 +72,8 @@ class GangEnd:
                 self._persist_last_step()
             if not self._gathered.done:
                 continue
-            if self._done_at is None:
+            if self._done_at is None or self._parts.uploads.is_held:
+                # A quota is no failure of the store: the pods keep the step until there is room.
                 self._done_at = self._clock.monotonic()
             self._parts.uploads.finish(self._newest_that_stays())
             waited = self._clock.monotonic() - self._done_at

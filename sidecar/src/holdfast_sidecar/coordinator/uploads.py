@@ -68,6 +68,8 @@ class GangUploads:
         self._policy = message.policy
         self._apart = quarantined(message)
         """Checkpoints whose objects no new upload refers to: a drill may have found them damaged."""
+        self.is_held = message.hold_uploads
+        """Whether no upload is requested, because a quota of the store is reached."""
         self._round = message.round
         self._after: Step | None = None
         self._since = _uploaded_before(message)
@@ -84,8 +86,19 @@ class GangUploads:
     # ------------------------------------------------------------------ which steps
 
     def policy(self, message: Round) -> None:
+        """Take over the policy of a ROUND, and whether uploads are held."""
         self._policy = message.policy
         self._apart = quarantined(message)
+        if self.is_held is not message.hold_uploads:
+            self.is_held = message.hold_uploads
+            logs.info("uploads are held" if self.is_held else "uploads go on", round=self._round)
+            self._keep_newest()
+            self._versioned.tick()
+
+    def _keep_newest(self) -> None:
+        """While uploads are held, let the newest step wait alone, so that the others can be pruned."""
+        if self.is_held:
+            self._ledger.uploads = self._ledger.uploads.only_newest()
 
     def ask_after(self, step: Step) -> None:
         """Persist the first step that is committed above this one, because a save was requested."""
@@ -152,6 +165,7 @@ class GangUploads:
     def _request(self, step: Step) -> None:
         self._since, self._requested_at = step, self._clock.monotonic()
         dropped = self._ledger.request_upload(step)
+        self._keep_newest()
         if dropped is not None:
             self._failures.note_text(
                 "deleting replaced uploads",
@@ -217,6 +231,8 @@ class GangUploads:
             first = self._ledger.uploads.first
             entry = None if first is None else self._ledger.steps.get(first.step)
             if first is None or entry is None or entry.manifest is None:
+                continue
+            if self.is_held and self._ledger.uploads.request is None:
                 continue
             try:
                 request = await self._requested(store, first)

@@ -18,8 +18,10 @@ from holdfast_core.api import (
     JobCondition,
     LineageEntry,
     PersistedStep,
+    ReachedQuota,
     TrainingJobStatus,
     on_lineage,
+    size_text,
 )
 from holdfast_core.api import with_status as job_with_status
 from holdfast_core.api.checkpoint_adoption import CheckpointAdoptionSpec
@@ -531,6 +533,15 @@ class World:
         return None if point is None else point.step
 
     @property
+    def reached_quotas(self) -> tuple[ReachedQuota, ...]:
+        """Return the limits of the store's quota for which the uploads of the job wait."""
+        store = self.observed.store
+        if store is None:
+            return ()
+        job = self.job
+        return tuple(r for r in store.reached_quotas if r.holds(job.namespace, job.uid))
+
+    @property
     def last_persisted(self) -> PersistedStep | None:
         """Return status.lastPersisted if it is on the lineage, else None."""
         last = self.status.last_persisted
@@ -628,6 +639,28 @@ def asked_for(status: TrainingJobStatus, kind: JobCondition) -> bool:
     """Return whether this condition records that the gang was asked to save and stop."""
     condition = status.condition(kind)
     return condition is not None and condition.reason == Reason.STOPPING
+
+
+def quota_text(world: World) -> str:
+    """Describe the reached limits of the store's quota, for people."""
+    found = []
+    for reached in world.reached_quotas:
+        what, name = f"CheckpointStore {world.spec.store}", "quota.bytes"
+        if reached.job_uid is not None:
+            what, name = "the job", "quota.perJob"
+        elif reached.namespace is not None:
+            what, name = f"namespace {reached.namespace}", "quota.perNamespace"
+        used, limit = size_text(reached.bytes), size_text(reached.limit_bytes)
+        found.append(f"{what} holds {used} in the store, and {name} is {limit}")
+    return "; ".join(found)
+
+
+def make_room(world: World) -> str:
+    """Return what a person can do while a quota is reached. Only a running job can prune its checkpoints."""
+    return (
+        f"To make room: kubectl holdfast prune {world.job.name}, delete Checkpoints with deletionPolicy "
+        f"DeleteData, or raise spec.quota of CheckpointStore {world.spec.store}"
+    )
 
 
 def all_ended(world: World) -> bool:

@@ -42,6 +42,8 @@ from holdfast_operator.decide.facts.world import (
     Note,
     World,
     has_no_gang,
+    make_room,
+    quota_text,
     restore_point_is_missing,
 )
 from holdfast_operator.model.actions import (
@@ -228,6 +230,22 @@ def with_rollback(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
         f"-n {world.job.namespace} --step {step}`"
     )
     return world.with_condition(status, kind, False, Reason.ROLLBACK_OUTDATED, text)
+
+
+def with_held_uploads(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
+    """Return the status with condition UploadsHeld, which a job gets when a quota is first reached."""
+    kind = JobCondition.UPLOADS_HELD
+    uploads = not has_no_gang(status) or status.is_true(JobCondition.PODS_KEPT)
+    if uploads and world.reached_quotas:
+        text = (
+            f"the next upload waits: {quota_text(world)}. Saves on nodes and at peers go on, and the upload "
+            f"goes on by itself when there is room. {make_room(world)}"
+        )
+        return world.with_condition(status, kind, True, Reason.QUOTA_REACHED, text)
+    if not status.is_true(kind):
+        return status
+    text = "no upload of the job waits for a quota of the store"
+    return world.with_condition(status, kind, False, Reason.WITHIN_QUOTA, text)
 
 
 def with_rules(status: TrainingJobStatus, world: World) -> TrainingJobStatus:

@@ -85,7 +85,7 @@ def _ready(world: World, status: TrainingJobStatus, total: int) -> int:
 def refresh_kept(world: World, status: TrainingJobStatus) -> TrainingJobStatus:
     """Return the status of a failed job whose pods stay, with what its sidecars report of checkpoints."""
     status = _with_tier_conditions(with_levels(status, world), world)
-    return conditions.with_missing(status, world)
+    return conditions.with_held_uploads(conditions.with_missing(status, world), world)
 
 
 def _with_flush(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
@@ -244,6 +244,7 @@ _CONDITIONS = (
     conditions.with_missing,
     conditions.with_lost_checkpoints,
     conditions.with_rollback,
+    conditions.with_held_uploads,
     conditions.with_rules,
     conditions.with_passed_hangs,
     with_spec_applied,
@@ -320,6 +321,7 @@ _GOOD_IF = {
     JobCondition.UNSCHEDULABLE: False,
     JobCondition.PODS_KEPT: False,
     JobCondition.HANGS_REPEAT: False,
+    JobCondition.UPLOADS_HELD: False,
 }
 """Conditions with an Event when they become bad, and when they are good again, and whether true is good."""
 _BY_REASON: dict[JobCondition, dict[str, EventKind]] = {

@@ -1,0 +1,463 @@
+"""Keep usage, orphans and quota of each CheckpointStore up to date by listings.
+
+A short-lived pod lists the store and deletes old orphans (model/command_pods.py). The rules are pure
+functions: when a listing is due, its command, the meaning of its report, and which limits of the quota are
+reached. Jobs read the reached limits in the status of the store; their coordinators then request no further
+upload.
+
+Between two listings the numbers stay as they are. A quota whose store was not listed yet holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from holdfast_core.api import (
+    Checkpoint,
+    CheckpointStore,
+    CheckpointStoreStatus,
+    Gang,
+    JobUsageStatus,
+    NamespaceUsageStatus,
+    OrphanStatus,
+    ReachedQuota,
+    StoreCondition,
+    UsageStatus,
+    changed,
+    merge_patch,
+    parse_duration,
+    parse_quantity_bytes,
+    size_text,
+)
+from holdfast_core.clock import Clock, stamp
+from holdfast_core.contract import MAX_LISTED_JOBS, MAX_LISTED_NAMESPACES, UsageContract
+from holdfast_core.ids import JobUid
+from holdfast_core.names import first_of
+from holdfast_core.store_retention import is_stored
+from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
+from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.kube.cluster import Cluster, Events
+from holdfast_operator.model.command_pods import (
+    CommandFailed,
+    CommandReport,
+    CommandUnderway,
+    StoreCommand,
+)
+from holdfast_operator.model.job import store_view
+from holdfast_operator.model.ownership import StoreVerb, store_key
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.watch.cache import ClusterCache
+
+AT_A_LIMIT = timedelta(minutes=1)
+"""Longest time between two listings while a quota is reached: uploads wait for what the next one shows."""
+PRESSURE = 0.8
+LIMIT_SECONDS = 900
+"""Longest time of a listing: about 10 million objects at 100 pages of 1,000 a second, and a sweep."""
+MAX_NAMED_JOBS = 2000
+"""Most jobs of a location whose orphans are swept. Their uids are in one variable of the pod, and a job that
+were missing there would count as unknown to this cluster."""
+
+
+# --------------------------------------------------------------------------- when
+
+
+def location(store: CheckpointStore) -> str:
+    """Return the place that a listing describes."""
+    s3 = store.spec.s3
+    return f"{s3.endpoint.rstrip('/')}/{s3.bucket}/{s3.prefix}".rstrip("/")
+
+
+def seconds_to_listing(store: CheckpointStore, now: datetime) -> float:
+    """Return the time until the store must be listed, 0 if it is due now."""
+    status, last = store.status, store.status.last_listing
+    moved = status.usage is not None and status.usage.location != location(store)
+    if last is None or (moved and last <= now - AT_A_LIMIT):
+        return 0.0
+    every = parse_duration(store.spec.usage.every)
+    if status.reached_quotas or moved:
+        every = min(every, AT_A_LIMIT)
+    return max(0.0, (last + every - now).total_seconds())
+
+
+def request_of(
+    store: CheckpointStore, running: Collection[JobUid], ended: Collection[JobUid]
+) -> UsageContract:
+    """Return what the listing may delete.
+
+    Args:
+        running: The jobs of this cluster that use this location, by whatever CheckpointStore, and that may
+            upload or do so again.
+        ended: Those that upload nothing more.
+    """
+    if len(running) + len(ended) > MAX_NAMED_JOBS:
+        return UsageContract()
+    after = parse_duration(store.spec.usage.sweep_orphans_after)
+    return UsageContract(int(after.total_seconds()), tuple(sorted(running)), tuple(sorted(ended)))
+
+
+def listing_command(store: CheckpointStore, request: UsageContract) -> StoreCommand:
+    """Return the command of the next listing, or of the one that is under way."""
+    return StoreCommand(
+        verb=StoreVerb.USAGE,
+        arguments=("usage",),
+        seed=f"{store.generation} {store.status.last_listing}",
+        key=store_key(store.namespace, store.name),
+        variables={"HOLDFAST_USAGE": request.to_json()},
+        limit_seconds=LIMIT_SECONDS,
+    )
+
+
+# --------------------------------------------------------------------------- what a listing says
+
+
+def with_listing(
+    store: CheckpointStore,
+    result: CommandReport | CommandFailed,
+    names: Mapping[JobUid, str],
+    now: datetime,
+) -> CheckpointStoreStatus:
+    """Return the status after a listing has ended. After a failed one, the numbers stay as they are.
+
+    Args:
+        names: Names of this cluster's jobs.
+    """
+    status = changed(store.status, last_listing=now)
+    usage, problem = None, ""
+    if isinstance(result, CommandFailed):
+        problem = result.message
+    elif "error" in result.data:
+        problem = f"{result.text('error')}: {result.text('message')}"
+    else:
+        try:
+            usage = _usage(result.data, location(store), names, now)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            problem = f"the report of the listing is not valid: {error}"
+    if usage is not None:
+        status = changed(status, usage=usage)
+    text = problem[:2000]
+    if usage is not None:
+        text = f"{usage.objects} objects, {size_text(usage.bytes)}"
+    reason = Reason.LIST_FAILED if usage is None else Reason.LISTED
+    return status.with_condition(
+        StoreCondition.LISTED, usage is not None, reason, text, now, store.generation
+    )
+
+
+def _usage(
+    data: Mapping[str, Any], where: str, names: Mapping[JobUid, str], now: datetime
+) -> UsageStatus:
+    """Return what a report says. Raises ValueError, TypeError, KeyError or AttributeError."""
+    jobs = tuple(
+        JobUsageStatus(
+            namespace=_text(namespace),
+            uid=JobUid(_text(uid)),
+            name=names.get(JobUid(uid)),
+            bytes=_count(size),
+            objects=_count(objects),
+        )
+        for namespace, uid, size, objects in data["jobs"][:MAX_LISTED_JOBS]
+    )
+    total = _count(data["bytes"])
+    return UsageStatus(
+        listed_at=now,
+        location=where[:1024],
+        bytes=total,
+        objects=_count(data["objects"]),
+        checkpoints=_count(data["checkpoints"]),
+        namespaces=tuple(
+            NamespaceUsageStatus(namespace=_text(name), bytes=_count(size), objects=_count(objects))
+            for name, size, objects in data["namespaces"][:MAX_LISTED_NAMESPACES]
+        ),
+        jobs=jobs,
+        other_bytes=max(0, total - sum(job.bytes for job in jobs)),
+        orphans=tuple(
+            OrphanStatus(
+                kind=_text(kind)[:32],
+                bytes=_count(found["bytes"]),
+                objects=_count(found["objects"]),
+                oldest_seconds=_count(found["oldestSeconds"]),
+            )
+            for kind, found in list(data["orphans"].items())[:8]
+            if _count(found["objects"])
+        ),
+        swept_bytes=_count(data["swept"]["bytes"]),
+    )
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a number, found {str(value)[:40]!r}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > 128:
+        raise ValueError(f"expected a short text, found {str(value)[:40]!r}")
+    return value
+
+
+# --------------------------------------------------------------------------- quota
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How much of one limit is used."""
+
+    what: str
+    """For people: the store, a namespace or a job."""
+    limit_name: str
+    limit_bytes: int
+    used_bytes: int
+    namespace: str | None = None
+    job_uid: JobUid | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.used_bytes / max(1, self.limit_bytes)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: {size_text(self.used_bytes)} of {size_text(self.limit_bytes)} "
+            f"({self.limit_name}, {self.ratio:.0%})"
+        )
+
+
+def uses(store: CheckpointStore, usage: UsageStatus | None) -> list[Use]:
+    """Return how much of each limit is used, by the listing. It is empty without quota or listing."""
+    quota = store.spec.quota
+    if quota is None or usage is None or usage.location != location(store):
+        return []
+    found = list[Use]()
+    if quota.bytes is not None:
+        limit = parse_quantity_bytes(quota.bytes)
+        found.append(Use("the store", "quota.bytes", limit, usage.bytes))
+    if quota.per_namespace is not None:
+        limit, name = parse_quantity_bytes(quota.per_namespace), "quota.perNamespace"
+        found += (
+            Use(f"namespace {one.namespace}", name, limit, one.bytes, one.namespace)
+            for one in usage.namespaces
+        )
+    if quota.per_job is not None:
+        limit, name = parse_quantity_bytes(quota.per_job), "quota.perJob"
+        found += (
+            Use(f"job {one.name or one.uid}", name, limit, one.bytes, one.namespace, one.uid)
+            for one in usage.jobs
+        )
+    return found
+
+
+def pinned_uses(store: CheckpointStore, pinned: Iterable[Checkpoint]) -> list[Use]:
+    """Return the limits that are below what pins hold, by the sizes of the Checkpoints.
+
+    Chunks that checkpoints share are counted for each, so the pins may hold less.
+    """
+    quota, of_job, total = store.spec.quota, dict[tuple[str, JobUid], int](), 0
+    if quota is None:
+        return []
+    for checkpoint in pinned:
+        size, uid = checkpoint.status.bytes or 0, checkpoint.status.job_uid
+        total += size
+        if uid is not None:
+            key = (checkpoint.job, uid)
+            of_job[key] = of_job.get(key, 0) + size
+    found = list[Use]()
+    if quota.bytes is not None:
+        found.append(Use("pins", "quota.bytes", parse_quantity_bytes(quota.bytes), total))
+    if quota.per_namespace is not None:
+        limit = parse_quantity_bytes(quota.per_namespace)
+        found.append(
+            Use(f"pins of namespace {store.namespace}", "quota.perNamespace", limit, total)
+        )
+    if quota.per_job is not None:
+        limit = parse_quantity_bytes(quota.per_job)
+        found += (
+            Use(f"pins of job {job}", "quota.perJob", limit, size)
+            for (job, _), size in sorted(of_job.items())
+        )
+    return [use for use in found if use.used_bytes > use.limit_bytes]
+
+
+def quota_is_new(store: CheckpointStore) -> bool:
+    """Return whether the status does not say yet what the present quota means.
+
+    Otherwise it changes with the next listing only.
+    """
+    known = store.status.condition(StoreCondition.QUOTA_PRESSURE)
+    if known is None:
+        return store.spec.quota is not None
+    return known.observed_generation != store.generation
+
+
+def with_quota(
+    store: CheckpointStore,
+    status: CheckpointStoreStatus,
+    pinned: Iterable[Checkpoint],
+    now: datetime,
+) -> CheckpointStoreStatus:
+    """Return the status with the reached limits of the quota, and with condition QuotaPressure.
+
+    A store that never had a quota does not get the condition.
+    """
+    kind = StoreCondition.QUOTA_PRESSURE
+    if store.spec.quota is None:
+        status = changed(status, reached_quotas=())
+        if status.condition(kind) is None:
+            return status
+        text = "spec.quota is not set"
+        return status.with_condition(kind, False, Reason.NO_QUOTA, text, now, store.generation)
+    found = sorted(uses(store, status.usage), key=lambda use: -use.ratio)
+    reached = [use for use in found if use.used_bytes >= use.limit_bytes]
+    status = changed(
+        status,
+        reached_quotas=tuple(
+            ReachedQuota(
+                namespace=use.namespace,
+                job_uid=use.job_uid,
+                bytes=use.used_bytes,
+                limit_bytes=use.limit_bytes,
+            )
+            for use in reached
+        ),
+    )
+    value, reason, text = _pressure(store, status, found, pinned_uses(store, pinned))
+    return status.with_condition(kind, value, reason, text, now, store.generation)
+
+
+def _pressure(
+    store: CheckpointStore,
+    status: CheckpointStoreStatus,
+    found: list[Use],
+    above: list[Use],
+) -> tuple[bool | None, Reason, str]:
+    """Return value, reason and message of condition QuotaPressure."""
+    usage = status.usage
+    listed = "" if usage is None else f", listed at {stamp(usage.listed_at)}"
+    high = [str(use) for use in found if use.ratio >= PRESSURE]
+    waits = (
+        "The next upload of the jobs concerned waits, and goes on by itself when there is room. "
+        f"{ROOM}"
+    )
+    if above:
+        text = (
+            f"the quota is below what pins hold: {first_of([str(use) for use in above])}. Nothing pinned is "
+            f"deleted. Remove pins (spec.pin of the Checkpoints), or raise spec.quota. {waits}"
+        )
+        return True, Reason.PINS_EXCEED_QUOTA, text
+    if status.reached_quotas:
+        return True, Reason.QUOTA_REACHED, f"{first_of(high)}{listed}. {waits}"
+    if high:
+        text = f"{first_of(high)}{listed}. At 100 % the next upload waits. {ROOM}"
+        return True, Reason.NEAR_QUOTA, text
+    if usage is None or usage.location != location(store):
+        return None, Reason.NOT_LISTED, "the store was not listed yet; uploads go on until then"
+    text = f"{found[0]}{listed}" if found else f"no limit is in use{listed}"
+    return False, Reason.WITHIN_QUOTA, text
+
+
+ROOM = (
+    "To make room: kubectl holdfast prune JOB, delete Checkpoints with deletionPolicy DeleteData, or raise "
+    "spec.quota of the CheckpointStore"
+)
+
+
+# --------------------------------------------------------------------------- the passes
+
+
+@dataclass
+class Usages:
+    """Reconciler of the usage of CheckpointStores."""
+
+    cluster: Cluster
+    cache: ClusterCache
+    events: Events
+    commands: CommandRuns
+    metrics: Metrics
+    clock: Clock
+    _shown: set[tuple[str, str]] = field(default_factory=set)
+
+    async def reconcile(self, store: CheckpointStore) -> float:
+        """Run one pass over the usage of a store that no probe is due for.
+
+        Returns:
+            Seconds after which the next pass is due.
+
+        Raises:
+            ApiError: A request failed.
+            ConflictError: The store changed since it was read.
+        """
+        now, view = self.clock.utc_now(), store_view(store)
+        state = await self.commands.look(store, listing_command(store, UsageContract()), view)
+        if state is None and view.available and not seconds_to_listing(store, now):
+            command = listing_command(store, self._request(store))
+            state = await self.commands.start(store, command, view)
+        ended = state if isinstance(state, CommandReport | CommandFailed) else None
+        status = store.status
+        if ended is not None:
+            names = {job.uid: job.name for job in self.cache.jobs.all()}
+            status = with_listing(store, ended, names, now)
+        if ended is not None or quota_is_new(store):
+            status = with_quota(store, status, self._pinned(store), now)
+        if status != store.status:
+            await self._write(store, status)
+        self.metrics.store_listed(store.namespace, store.name, status.usage, _ratio(store, status))
+        if ended is not None:
+            await self.commands.end(store, StoreVerb.USAGE)
+        if ended is not None or isinstance(state, CommandUnderway):
+            return LOOK_AGAIN_SECONDS
+        return max(LOOK_AGAIN_SECONDS, seconds_to_listing(store, now))
+
+    def _request(self, wanted: CheckpointStore) -> UsageContract:
+        """Return what a listing may delete. Several CheckpointStores may be at one location."""
+        jobs = [
+            job
+            for store in self.cache.stores.all()
+            if location(store) == location(wanted)
+            for job in self.cache.jobs.of(CheckpointStore.KIND, store.namespace, store.name)
+        ]
+        ended = {job.uid for job in jobs if self._has_ended(job)}
+        return request_of(wanted, {job.uid for job in jobs} - ended, ended)
+
+    def _has_ended(self, job: Gang) -> bool:
+        """Return whether a job is over and has no pod that could still upload."""
+        is_over = job.status.completion_time is not None
+        return is_over and not self.cache.pods.workers(job.namespace, job.uid)
+
+    def _pinned(self, store: CheckpointStore) -> list[Checkpoint]:
+        """Return the pinned checkpoints of the store's jobs, whose data it has."""
+        if store.spec.quota is None:
+            return []
+        jobs = {j.name for j in self.cache.jobs.of(store.KIND, store.namespace, store.name)}
+        return [
+            checkpoint
+            for name in sorted(jobs)
+            for checkpoint in self.cache.checkpoints.of(store.namespace, name)
+            if checkpoint.spec.pin and is_stored(checkpoint)
+        ]
+
+    async def _write(self, store: CheckpointStore, status: CheckpointStoreStatus) -> None:
+        await self.cluster.patch_status(
+            store.KIND, store.namespace, store.name, store.resource_version, merge_patch(status)
+        )
+        for kind, good in ((StoreCondition.LISTED, True), (StoreCondition.QUOTA_PRESSURE, False)):
+            old, new = store.status.condition(kind), status.condition(kind)
+            before = None if old is None else (old.status, old.reason)
+            if new is None or before == (new.status, new.reason) or not _is_news(old, new, good):
+                continue
+            is_good = new.is_true if good else not new.is_true
+            await self.events.emit(
+                store, "Normal" if is_good else "Warning", new.reason, new.message
+            )
+
+
+def _is_news(old: Any, new: Any, good: bool) -> bool:
+    """Return whether an Event reports a condition: it is bad now, or it was."""
+    was_bad = old is not None and (old.is_false if good else old.is_true)
+    return bool(was_bad or (new.is_false if good else new.is_true))
+
+
+def _ratio(store: CheckpointStore, status: CheckpointStoreStatus) -> float | None:
+    """Return the highest share of a limit that is used. None: there is no quota, or nothing is known."""
+    return max((use.ratio for use in uses(store, status.usage)), default=None)
