@@ -11,7 +11,10 @@ _DURABLE = (f"{_TESTS}test_directory_durability.py",)
 _PRUNE = (f"{_TESTS}test_object_prune.py",)
 _CONFLICTS = (f"{_TESTS}test_tier_conflicts.py",)
 _RETRY = (f"{_TESTS}test_retry.py",)
-_USAGE = (f"{_TESTS}test_usage.py",)
+_USAGE = (
+    f"{_TESTS}test_usage.py",
+    f"{_TESTS}test_interleavings.py::test_a_sweep_of_the_store_and_a_save_stop_at_any_request",
+)
 _PARTS = (f"{_TESTS}test_part_sizes.py",)
 
 OF_STORE = (

@@ -296,10 +296,14 @@ class Interleavings(RuleBasedStateMachine):
         self.begin("sweep", lambda objects: sweep(objects, coordinator))
 
     @precondition(lambda self: self.running("sweep of the store") == 0)
-    @rule()
-    def sweep_the_store(self) -> None:
-        """Another process, which knows of no upload, lists the whole store and deletes orphans."""
+    @rule(requests=st.integers(0, 80))
+    def sweep_the_store(self, requests: int) -> None:
+        """Another process, which knows of no upload, lists the whole store and deletes orphans.
+
+        A listing takes many requests, so that few sweeps would reach their end beside a save.
+        """
         self.begin("sweep of the store", sweep_everything)
+        self.tasks[-1].actor.advance(requests)
 
     @precondition(lambda self: self.readable())
     @rule(data=st.data())
@@ -520,4 +524,30 @@ def test_a_sweep_lists_markers_while_one_replaces_another(tmp_path: Path) -> Non
         sweeper.finish()
         assert sweeper.error is None
         world.assert_comes_back(store, last)
+    world.close()
+
+
+@pytest.mark.fault("A whole store is swept while a process uploads that the sweep does not know of")
+def test_a_sweep_of_the_store_and_a_save_stop_at_any_request(tmp_path: Path) -> None:
+    """LAST needs objects of BASE, in the newest round that has a manifest. No grace protects it."""
+    base, last = (CheckpointId(Step(step), RestartRound(1)) for step in (2, 3))
+    world = World(tmp_path)
+    for of_save in range(16):
+        for of_sweep in range(0, 24, 2):
+            store = MemoryObjectStore(page_keys=3)
+            assert world.uploaded_and_committed(ObjectTier(store), base, None)
+            saver = Actor(
+                store,
+                lambda objects: world.uploaded_and_committed(
+                    ObjectTier(objects, readers=1), last, base
+                ),
+            )
+            sweeper = Actor(store, sweep_everything)
+            sweeper.advance(of_sweep)
+            saver.advance(of_save)
+            sweeper.finish()
+            saver.finish()
+            assert (sweeper.error, saver.error) == (None, None)
+            world.assert_comes_back(store, last)
+            world.assert_comes_back(store, base)
     world.close()
