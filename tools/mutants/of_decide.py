@@ -10,6 +10,7 @@ _TESTS = "tests/operator/decide/"
 _READABLE = (f"{_TESTS}facts/test_readable.py",)
 _POINT = (f"{_TESTS}test_restore_point.py",)
 _START_OVER = (f"{_TESTS}test_start_over.py",)
+_LOST_STATUS = ("tests/operator/lives/test_lost_status.py",)
 
 OF_DECIDE = (
     Mutant(
@@ -189,10 +190,28 @@ OF_DECIDE = (
         tests=(f"{_TESTS}test_rollback.py",),
     ),
     Mutant(
+        name="decide/a-lost-status-repeats-a-round",
+        kind=Kind.MISSING_CHECK,
+        file=f"{_DECIDE}facts/world.py",
+        original="self.highest_birth, self.highest_saved)",
+        replacement="self.highest_birth)",
+        loses="A job whose status was lost writes under the keys of an earlier round.",
+        tests=_LOST_STATUS,
+    ),
+    Mutant(
+        name="decide/a-lost-status-is-a-new-job",
+        kind=Kind.MISSING_CHECK,
+        file=f"{_DECIDE}facts/readable.py",
+        original="    return abs(started - world.job.created_at) > NEW_JOB",
+        replacement="    return False",
+        loses="A job whose status was lost starts from step 0, although the store has its checkpoints.",
+        tests=_LOST_STATUS,
+    ),
+    Mutant(
         name="decide/start-over-without-the-store",
         kind=Kind.MISSING_CHECK,
         file=f"{_DECIDE}restore_point.py",
-        original="    return not readable.store_is_listed(answered)",
+        original="    return best is None and not readable.nothing_committed(world, answered)",
         replacement="    return False",
         loses="A job whose store is down starts over, although the store has a checkpoint.",
         tests=_START_OVER,

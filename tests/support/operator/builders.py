@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from holdfast_core.api import (
@@ -69,6 +69,8 @@ from holdfast_operator.model.job import (
 
 UID = JobUid("11111111-2222-3333-4444-555555555555")
 START = datetime(2026, 1, 1, tzinfo=UTC)
+CREATED = START + timedelta(seconds=990)
+"""Creation of the job, which is new at `now()`."""
 NAMESPACE = "team-a"
 
 
@@ -161,7 +163,7 @@ def job(
             uid=UID,
             resource_version="7",
             generation=generation,
-            creation_timestamp=START,
+            creation_timestamp=CREATED,
             deletion_timestamp=START if deleting else None,
         ),
         spec=spec(workers, **changes),
@@ -204,7 +206,7 @@ def raw_job(workers: int = 2, *, checkpoint: Mapping[str, Any] | None = None) ->
             "uid": UID,
             "resourceVersion": "1",
             "generation": 1,
-            "creationTimestamp": "2026-01-01T00:00:00Z",
+            "creationTimestamp": "2026-01-01T00:16:30Z",
         },
         "spec": {
             "workers": workers,

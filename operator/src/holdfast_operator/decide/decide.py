@@ -296,12 +296,14 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatu
 
 
 def _with_found(world: World, choice: restore_point.Chosen) -> TrainingJobStatus:
-    """Return the status in which a restore point that only a list of the store names is persisted."""
+    """Return the status in which a restore point is persisted that the store has and the status lacks.
+
+    A list of the store or a Checkpoint object names it.
+    """
     id_, manifest, status = choice.point.id, choice.manifest, world.status
     if id_ is None or manifest is None or choice.point.job_uid is not None:
         return status
-    listed = readable.stored_list(readable.answered_of(world))
-    if world.last_persisted is not None or id_ not in listed:
+    if world.last_persisted is not None or not readable.is_in_store(world, id_):
         return status
     found = PersistedStep(step=id_.step, round=id_.round, manifest=manifest)
     return changed(status, last_persisted=found)

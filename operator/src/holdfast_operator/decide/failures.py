@@ -148,6 +148,10 @@ def _status_behind(world: World) -> Iterator[str]:
         yield f"a sidecar is sealed for round {sealed}, but the status is in round {world.round}"
     if birth is not None and birth > world.round:
         yield f"a pod was created in round {birth}, but the status is in round {world.round}"
+    # Once it has a restore point, the round has checkpoints of its own.
+    saved = world.highest_saved if world.status.restore_point is None else None
+    if saved is not None and saved >= world.round:
+        yield f"the store has a checkpoint of round {saved}, but the status is in round {world.round}"
     for pod in world.observed.pods:
         if pod.birth_round == world.round and world.is_ahead(pod):
             yield f"pod {pod.name} was created, but by the status worker {pod.worker} has an older pod"

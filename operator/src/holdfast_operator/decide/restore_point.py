@@ -18,7 +18,8 @@
    The ranks of a gang save a step together, and each sidecar writes its shard before it answers SEAL. If no
    pod is lost, such a step is as complete as a committed one, except for its manifest (ADR 0018).
 7. If no candidate is complete, a sidecar lists the object store, which may have a checkpoint that the
-   status does not name.
+   status does not name. If the whole status may be lost, it does so unless a survivor lists checkpoints. A
+   round that is not above those of the store gives way to one that is (failures.py).
 8. If a step is known to have been committed and no candidate is complete, the gang starts over if that
    loses little, or a person has said so. Otherwise it waits for a person (rollback.py).
 9. A checkpoint that could not be read anywhere is chosen only if no other one is complete (readable.py).
@@ -133,14 +134,14 @@ def choose(world: World) -> Choice:
     )
     if finish is not None:
         return finish
-    if best is not None:
-        return _chosen(world, best, newest, bool(unknown))
-    if _store_may_have_one(world, answered):
+    if _store_may_have_newer(world, answered, best):
         text = (
             "no checkpoint that the status names can be read, so the sidecars list those in CheckpointStore "
             f"{world.spec.store}. The gang waits until the store answers"
         )
         return AskStore(Note(Reason.WAITING_FOR_STORE, text))
+    if best is not None:
+        return _chosen(world, best, newest, bool(unknown))
     committed = readable.recorded_commit(world)
     if committed is not None:
         return _started_over(world, committed)
@@ -182,15 +183,21 @@ def _kept_on_lost_node(member: MemberState, world: World) -> bool:
     return alive and member.node_lost and readable.is_survivor(member, world)
 
 
-def _store_may_have_one(world: World, answered: list[MemberState]) -> bool:
-    """Return whether the object store may have a checkpoint of which the status has no record.
+def _store_may_have_newer(
+    world: World, answered: list[MemberState], best: readable.Candidate | None
+) -> bool:
+    """Return whether the object store may have a newer checkpoint, of which the status has no record.
 
-    All pods may be lost, or the operator may be away, between the upload of a step and its record. Silence of
-    the store is no loss (ADR 0007).
+    All pods may be lost, or the operator may be away, between the upload of a step and its record. The
+    whole status may be lost as well: the Checkpoint objects that are left may lack the newest step, which a
+    survivor has. Silence of the store is no loss (ADR 0007).
     """
-    if world.spec.store is None or readable.nothing_committed(world, answered):
+    if world.spec.store is None or readable.store_is_listed(answered):
         return False
-    return not readable.store_is_listed(answered)
+    if readable.status_may_be_lost(world):
+        survivors = (m for m in answered if readable.is_survivor(m, world))
+        return best is None or not any(readable.listed(m) for m in survivors)
+    return best is None and not readable.nothing_committed(world, answered)
 
 
 _MAY_HAVE_NEWEST = "they may have the newest step"

@@ -40,7 +40,7 @@ from holdfast_operator.decide.facts.nodes import (
     with_promotions,
     workers_to_move,
 )
-from holdfast_operator.decide.facts.readable import with_missing_restore_point
+from holdfast_operator.decide.facts.readable import LOST_LINEAGE, with_missing_restore_point
 from holdfast_operator.decide.facts.rollback import with_trained
 from holdfast_operator.decide.facts.sizes import with_missing_workers, with_resizing
 from holdfast_operator.decide.facts.spec import accepted, find_problem
@@ -374,7 +374,12 @@ def first_round(world: World) -> Decision:
     members = tuple(newer.get(Worker(w), round_) for w in range(job.spec.workers))
     note = Note(Reason.ROUND_BEGAN, f"round {round_} begins")
     started_at = status.start_time or world.now.utc
-    begun = _begun(status, world, members, note, start_time=started_at)
+    lineage = job.status.lineage
+    if round_ > 0:
+        # There are pods or checkpoints of the job, so the status is lost and the gang may have trained. Each
+        # of its checkpoints may be restored, and a pod that does not answer may have one.
+        lineage = LOST_LINEAGE
+    begun = _begun(status, world, members, note, start_time=started_at, lineage=lineage)
     return begin_round(world, with_promotions(begun, world), normal(*note))
 
 

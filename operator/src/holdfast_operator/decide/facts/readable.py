@@ -28,8 +28,9 @@ destroys it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 from holdfast_core import store_retention
 from holdfast_core.api import (
@@ -39,12 +40,13 @@ from holdfast_core.api import (
     CheckpointCondition,
     CheckpointPhase,
     JobCondition,
+    LineageEntry,
     PersistedStep,
     TrainingJobStatus,
     changed,
     on_lineage,
 )
-from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
+from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_operator.decide.facts.world import (
     MemberState,
@@ -144,6 +146,11 @@ def with_missing_restore_point(status: TrainingJobStatus) -> TrainingJobStatus:
     return changed(status, missing=known[-MAX_MISSING:], lineage=back_to(newest, status.lineage))
 
 
+LOST_LINEAGE = (LineageEntry(round=RestartRound(0)),)
+"""Lineage of a job whose status was lost, before its next restore point: every checkpoint is on it."""
+NEW_JOB = timedelta(minutes=5)
+"""Time between the creation and the first round of a job that is certainly new. It is longer than the
+difference of the clocks of the operator and the API server."""
 STORE_SECONDS = 30.0
 """Time for which a store must be known not to have a checkpoint before an older one is restored."""
 Holders = Mapping[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]]
@@ -235,13 +242,32 @@ def candidates(world: World, answered: list[MemberState]) -> list[Candidate]:
             known = found.get(id_)
             manifest_info = None if known is None else known.info
             found[id_] = Candidate(id_, manifest, manifest_info, persisted=True)
-    return sorted(found.values(), key=lambda c: (c.id.step, c.id.round), reverse=True)
+    return _of_one_history(found.values())
+
+
+def _of_one_history(found: Iterable[Candidate]) -> list[Candidate]:
+    """Return these checkpoints without those that a later round has trained again, newest step first.
+
+    The lineage tells them apart as well, but for a job whose status was lost. A round saves only steps above
+    its restore point, so that a step of an earlier round which is not below all of them is off its history.
+    """
+    kept: list[Candidate] = []
+    for candidate in sorted(found, key=lambda c: (c.id.round, c.id.step), reverse=True):
+        if not kept or candidate.id.step < kept[-1].id.step:
+            kept.append(candidate)
+    return kept
 
 
 def stored_list(answered: list[MemberState]) -> dict[CheckpointId, Digest]:
     """Return the checkpoints that these members have found in the object store, each with its manifest."""
     lists = (m.inventory.stored or () for m in answered if m.inventory is not None)
     return {CheckpointId(s.step, s.round): s.manifest for found in lists for s in found}
+
+
+def is_in_store(world: World, checkpoint: CheckpointId) -> bool:
+    """Return whether the status, a Checkpoint object or a member's list names this persisted checkpoint."""
+    recorded = {id_ for id_, _ in _persisted(world)}
+    return checkpoint in recorded or checkpoint in stored_list(answered_of(world))
 
 
 def store_is_listed(answered: list[MemberState]) -> bool:
@@ -372,6 +398,22 @@ def never_trained(world: World) -> bool:
     """Return whether no restore point was ever chosen, so that no gang of the job has ever trained."""
     status = world.status
     return not status.lineage and status.restore_point is None and recorded_commit(world) is None
+
+
+def status_may_be_lost(world: World) -> bool:
+    """Return whether the gang may have trained before this status, which knows of no restore point.
+
+    The objects of a backup of etcd are such jobs, and those of a tool that restores objects without their
+    status. The first round shows it if pods or Checkpoint objects of the job are left (writes.first_round).
+    Otherwise the job is older than its status, and so is a new one that had to wait before its first round.
+    """
+    status = world.status
+    if status.trained_seconds is not None or status.restore_point is not None:
+        return False
+    if not never_trained(world):
+        return status.lineage == LOST_LINEAGE
+    started = status.start_time or world.now.utc
+    return abs(started - world.job.created_at) > NEW_JOB
 
 
 def nothing_committed(world: World, answered: list[MemberState]) -> bool:

@@ -26,7 +26,7 @@ from holdfast_core.api import (
 from holdfast_core.api import with_status as job_with_status
 from holdfast_core.api.checkpoint_adoption import CheckpointAdoptionSpec
 from holdfast_core.api.training_job import TrainingJobSpec
-from holdfast_core.ids import FIRST_SPARE, RestartRound, Step, Worker, is_spare
+from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Step, Worker, is_spare
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import another_secret_name
 from holdfast_operator.model import labels
@@ -503,8 +503,12 @@ class World:
 
     @property
     def next_round(self) -> RestartRound:
-        """Return the lowest round above the status, all sealed sidecars and all birth rounds."""
-        known = (self.status.restart_round, self.highest_sealed, self.highest_birth)
+        """Return the lowest round above the status, sealed sidecars, birth rounds and stored checkpoints.
+
+        A round that is used again would write under the names of objects that the store has already.
+        """
+        status = self.status.restart_round
+        known = (status, self.highest_sealed, self.highest_birth, self.highest_saved)
         return RestartRound(max((r for r in known if r is not None), default=-1) + 1)
 
     @cached_property
@@ -546,6 +550,19 @@ class World:
         """Return status.lastPersisted if it is on the lineage, else None."""
         last = self.status.last_persisted
         return None if last is None or not on_lineage(last.id, self.status.lineage) else last
+
+    @cached_property
+    def highest_saved(self) -> RestartRound | None:
+        """Return the highest round of a stored checkpoint, by Checkpoint objects and lists of the store."""
+        recorded = (c.id for c in self.own_checkpoints if c.persisted)
+        listed = (
+            CheckpointId(found.step, found.round)
+            for s in self.observed.sidecars
+            if s.inventory is not None
+            for found in s.inventory.stored or ()
+        )
+        rounds = (i.round for i in chain(recorded, listed) if i is not None)
+        return max((r for r in rounds if self._is_evidence(r)), default=None)
 
     @cached_property
     def highest_sealed(self) -> RestartRound | None:
