@@ -45,6 +45,16 @@ def adoption(**checkpoint: Any) -> dict[str, Any]:
     return {**job, "kind": "CheckpointAdoption", "spec": spec}
 
 
+STORED = {
+    "storeRef": {"name": "main"},
+    "jobUid": "0f5c8a3e-0000-4000-8000-000000000001",
+    "jobNamespace": "research",
+    "round": 3,
+    "manifest": "b3:" + "0" * 64,
+    "bytes": 1,
+    "worldSize": 2,
+}
+
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no workers": (
         job_object(workers=0),
@@ -525,6 +535,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         checkpoint_object(deletionPolicy="Delete"),
         ["spec.deletionPolicy: Unsupported value", '"DeleteData"', '"Retain"'],
     ),
+    "imported checkpoint of no step": (
+        checkpoint_object(stored=STORED),
+        ["stored names a checkpoint that exists, so step must say which one it is"],
+    ),
+    "imported checkpoint without its manifest": (
+        checkpoint_object(step=100, stored={**STORED, "manifest": ABSENT}),
+        ["spec.stored.manifest: Required value"],
+    ),
     "misspelt field": (
         ckpt(intervall={"steps": 5}),
         ['unknown field "spec.checkpoint.intervall"'],
@@ -626,6 +644,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     ),
     "launcher in the image": job_object(template=trainer(args=["--lr", "0.1"])),
     "request to save": checkpoint_object(),
+    "imported checkpoint": checkpoint_object(step=100, stored=STORED),
     "pin": checkpoint_object(step=100, pin=True, deletionPolicy="DeleteData"),
     "smallest store": store_object(),
     "store at an IPv6 address": store_object(endpoint="http://[::1]:9000"),
@@ -680,6 +699,11 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         checkpoint_object("with-step", step=100),
         {"step": 150},
         "step is immutable once it is set",
+    ),
+    "where an imported checkpoint lies": (
+        checkpoint_object("imported", step=100, stored=STORED),
+        {"stored": {"round": 7}},
+        "stored is immutable",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""`kubectl holdfast`: show jobs and checkpoints, request saves, prune, verify, roll back and start over."""
+"""`kubectl holdfast`: show jobs and checkpoints, save, prune, verify, import, roll back and start over."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.live import Live
 from holdfast_cli.cluster import VERSION, ClusterClient, ClusterError
 from holdfast_cli.drilling import verify_checkpoint
 from holdfast_cli.gangs import MemberPod, obstacle_to_start_over
+from holdfast_cli.importing import import_store
 from holdfast_cli.pruning import prune_store
 from holdfast_cli.question import confirm
 from holdfast_cli.restoring import order_rollback, restore
@@ -24,7 +25,7 @@ from holdfast_core.names import GROUP
 
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # as in the names of pods
 _DESCRIPTION = (
-    "Show training jobs and their checkpoints, request saves, prune and verify what is in the object store, "
+    "Show training jobs and their checkpoints, request saves, prune, verify or import what is in a store, "
     "roll jobs back, and start jobs over that have lost every checkpoint."
 )
 _EXIT_CODES = (
@@ -144,6 +145,29 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--no-wait", action="store_true", help="request the drill only")
     verify.set_defaults(run=verify_checkpoint)
 
+    imports = verbs.add_parser(
+        "import-store",
+        help="make Checkpoint objects of what a store has and this cluster does not know",
+        description="List a CheckpointStore, and create a Checkpoint object for each checkpoint that has "
+        "none: another cluster wrote it, or etcd was lost. A new job restores one by spec.restoreFrom. "
+        "Nothing is deleted or changed, in the store or in the cluster.",
+    )
+    imports.add_argument("--store", required=True, help="name of the CheckpointStore")
+    imports.add_argument(
+        "--job", default=None, help="name or uid of one job (default: all of the namespace)"
+    )
+    imports.add_argument(
+        "--from-namespace",
+        default=None,
+        metavar="NAMESPACE",
+        help="namespace of the jobs in the store, where another cluster had another one",
+    )
+    imports.add_argument(
+        "--dry-run", action="store_true", help="show what would be created, and create nothing"
+    )
+    _add_output(imports)
+    imports.set_defaults(run=import_store)
+
     restart = verbs.add_parser(
         "restart", help="start a job over that has lost all of its checkpoints and waits for that"
     )
@@ -186,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         "-y", "--yes", action="store_true", help="do not ask (needed without a terminal)"
     )
     restore_.set_defaults(run=restore)
-    for verb in (status, checkpoints, save, prune, verify, restart, restore_):
+    for verb in (status, checkpoints, save, prune, verify, imports, restart, restore_):
         _add_place(verb, argparse.SUPPRESS)
     for verb in (status, checkpoints):
         verb.add_argument(

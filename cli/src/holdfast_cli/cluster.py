@@ -131,14 +131,29 @@ class ClusterClient:
 
     def members(self, gang: dict[str, Any]) -> list[MemberPod]:
         """Return the workers of the gang with their pods."""
+        return members(gang, self.pods(f"{JOB_UID_LABEL}={gang['metadata']['uid']}"))
+
+    def pods(self, selector: str) -> list[dict[str, Any]]:
         core = client.CoreV1Api(self.api)
-        selector = f"{JOB_UID_LABEL}={gang['metadata']['uid']}"
 
         def call(*_: Any, **options: Any) -> Any:
             return core.list_namespaced_pod(self.namespace, label_selector=selector, **options)
 
         listed = self._request("pods", call, "pods", tries=READ_TRIES)
-        return members(gang, self.api.sanitize_for_serialization(listed)["items"])
+        return list(self.api.sanitize_for_serialization(listed)["items"])
+
+    def log(self, pod: str) -> str:
+        """Return the whole log of a pod with one container."""
+        core = client.CoreV1Api(self.api)
+
+        def call(*_: Any, **options: Any) -> Any:
+            # The client would turn a log that is JSON into Python's text of it.
+            reply = core.read_namespaced_pod_log(
+                pod, self.namespace, _preload_content=False, **options
+            )
+            return reply.data.decode(errors="replace")
+
+        return str(self._request(f"the log of pod {pod}", call, "pods", tries=READ_TRIES))
 
     def create(self, plural: str, body: dict[str, Any]) -> dict[str, Any]:
         call = client.CustomObjectsApi(self.api).create_namespaced_custom_object

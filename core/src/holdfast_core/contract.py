@@ -210,6 +210,33 @@ def _checkpoint_id(data: Mapping[str, object]) -> CheckpointId:
 
 
 @dataclass(frozen=True, slots=True)
+class ListContract:
+    """Which checkpoints a list of the store has, passed as JSON in one variable."""
+
+    namespace: str
+    """Namespace of the jobs, as in the keys of the objects."""
+    job: str | None = None
+    """Name or uid of a job. None: every job of the namespace."""
+    request: str = ""
+    """What tells this request from others, so that the one who asks finds its pod."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the variable. Raises ConfigError."""
+        try:
+            contract = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(f"HOLDFAST_LIST is not valid: {error}") from error
+        texts = (contract.namespace, contract.job or "", contract.request)
+        if any(type(text) is not str for text in texts):
+            raise ConfigError("HOLDFAST_LIST: namespace, job and request must be texts")
+        return contract
+
+
+@dataclass(frozen=True, slots=True)
 class UsageContract:
     """What a pod that lists a store may delete, passed as JSON in one variable."""
 

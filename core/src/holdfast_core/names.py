@@ -33,6 +33,12 @@ JOB_UID_LABEL = f"{GROUP}/job-uid"
 it. It does not decide ownership, because any user who may create a pod can copy it. The command line uses it,
 too."""
 
+LIST_ANNOTATION = f"{GROUP}/list"
+"""Annotation of a CheckpointStore with a ListContract as JSON: a person asks for a list of the store. The
+operator runs a pod that writes it into its log, until the annotation changes or goes."""
+LIST_COMPONENT = "store-list"
+"""Value of the label app.kubernetes.io/component of that pod."""
+
 RECOVERY_PHASES = (
     "detect",
     "back_off",

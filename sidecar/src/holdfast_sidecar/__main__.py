@@ -7,6 +7,7 @@ holdfast-sidecar probe-store  probe the object store and write the report for th
 holdfast-sidecar drill        read a whole stored checkpoint and write the report for the kubelet
 holdfast-sidecar delete       delete checkpoints of a job in the store and write the report for the kubelet
 holdfast-sidecar usage        list the store, delete old orphans, and write the report for the kubelet
+holdfast-sidecar list-store   write the checkpoints that the object store has to stdout
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from holdfast_sidecar.base.settings import (
     Settings,
     delete_environment,
     drill_environment,
+    list_environment,
     node_dir,
     shared_dir,
     store_environment,
@@ -82,6 +84,12 @@ def _usage() -> int:
     return store_usage(*store_environment(), usage_environment(), termination_log())
 
 
+def _list_store() -> int:
+    from holdfast_sidecar.process.store_list import list_store
+
+    return list_store(*store_environment(), list_environment(), termination_log())
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code. 2 means a HoldfastError, whose text is on stderr."""
     parser = argparse.ArgumentParser(prog="holdfast-sidecar")
@@ -89,7 +97,16 @@ def main(arguments: list[str] | None = None) -> int:
         "command",
         nargs="?",
         default="serve",
-        choices=("serve", "healthz", "pre-stop", "probe-store", "drill", "delete", "usage"),
+        choices=(
+            "serve",
+            "healthz",
+            "pre-stop",
+            "probe-store",
+            "drill",
+            "delete",
+            "usage",
+            "list-store",
+        ),
     )
     parser.add_argument(
         "--timeout",
@@ -112,6 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return _delete()
             case "usage":
                 return _usage()
+            case "list-store":
+                return _list_store()
             case _:
                 return _serve()
     except HoldfastError as error:

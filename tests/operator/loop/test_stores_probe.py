@@ -1,4 +1,4 @@
-"""When a store is probed, and how the end of the probe's pod is interpreted."""
+"""When a store is probed, how the end of the probe's pod is interpreted, and which list a person gets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from holdfast_core.api import CheckpointStore, StoreFeatures, changed
-from holdfast_core.contract import StoreConfig
+from holdfast_core.contract import ListContract, StoreConfig
+from holdfast_core.names import LIST_ANNOTATION, LIST_COMPONENT
 from holdfast_operator.loop.stores import (
     ProbeResult,
+    list_command,
     next_look_seconds,
     probe_command,
     probe_due,
@@ -259,3 +261,28 @@ def test_a_store_is_available_to_a_job_after_a_probe_of_its_generation() -> None
     assert store_view(store(True, last_probe=PROBED)).available is True
     assert store_view(store(True, last_probe=PROBED, observed=0)).available is None
     assert store_view(store(ca="a")).ca_secret == "a"
+
+
+# --------------------------------------------------------------------------- lists
+
+
+def asks(request: str | None) -> CheckpointStore:
+    record = store(available=True)
+    annotations = None if request is None else {LIST_ANNOTATION: request}
+    return changed(record, metadata=changed(record.metadata, annotations=annotations))
+
+
+def test_a_list_runs_once_for_each_request() -> None:
+    first, second = (list_command(asks(ListContract("team", None, r).to_json())) for r in "ab")
+    assert first is not None and second is not None
+    assert first.pod_name(asks("x")) != second.pod_name(asks("x"))
+    body = render_command(asks("x"), store_view(asks("x")), first, SidecarSettings("image:1"))
+    assert body["metadata"]["labels"]["app.kubernetes.io/component"] == LIST_COMPONENT
+    (container,) = body["spec"]["containers"]
+    assert container["command"] == ["holdfast-sidecar", "list-store"]
+    assert {"name": "HOLDFAST_LIST", "value": first.seed} in container["env"]
+
+
+@pytest.mark.parametrize("request_", [None, "", "x" * 2000])
+def test_without_a_request_there_is_no_list(request_: str | None) -> None:
+    assert list_command(asks(request_)) is None

@@ -103,6 +103,27 @@ class RequestedDrill(ApiModel):
     ] = None
 
 
+class StoredCheckpoint(ApiModel):
+    """A checkpoint in an object store, of which this cluster may have no other record."""
+
+    store_ref: Annotated[
+        NameRef, Field(description="The CheckpointStore, in the same namespace, that reads it.")
+    ]
+    job_uid: Annotated[
+        JobUid, Field(max_length=64, description="uid of the job that saved it, as in object keys.")
+    ]
+    job_namespace: Annotated[
+        str, Field(max_length=63, description="Namespace of that job, as in object keys.")
+    ]
+    round: Annotated[RoundField, Field(description="Restart round that saved it.")]
+    manifest: Annotated[DigestField, Field(description="BLAKE3 of the manifest, b3:<hex>.")]
+    bytes: Annotated[int, Field(ge=0, description="Size of all shards, bytes.")]
+    world_size: Annotated[int, Field(ge=1, description="Number of ranks that saved it.")]
+    committed_at: Annotated[
+        Timestamp | None, Field(description="When its manifest was written, by the store (UTC).")
+    ] = None
+
+
 class CheckpointSpec(ApiModel):
     """Which step of which job, and what to keep. With jobRef alone: a request to save now."""
 
@@ -120,6 +141,20 @@ class CheckpointSpec(ApiModel):
                 "create another Checkpoint to save another step",
                 field_path=".step",
                 forbidden=True,
+            ),
+            rule(
+                "has(self.stored) == has(oldSelf.stored) && "
+                "(!has(self.stored) || self.stored == oldSelf.stored)",
+                message="stored is immutable: it says where an imported checkpoint lies; create another "
+                "Checkpoint for another one",
+                field_path=".stored",
+                forbidden=True,
+            ),
+            rule(
+                "!has(self.stored) || has(self.step)",
+                message="stored names a checkpoint that exists, so step must say which one it is: set step, "
+                "or remove stored to save now",
+                field_path=".step",
             ),
         )
     )
@@ -150,6 +185,13 @@ class CheckpointSpec(ApiModel):
     verify: Annotated[
         RequestedDrill | None,
         Field(description="Request to read every byte of it in the object store now."),
+    ] = None
+    stored: Annotated[
+        StoredCheckpoint | None,
+        Field(
+            description="What an object store has of it, for a checkpoint that this cluster did not save or "
+            "no longer knows. `kubectl holdfast import-store` writes it."
+        ),
     ] = None
 
 
@@ -303,6 +345,11 @@ class Checkpoint(ApiObject):
     def drill_requested(self) -> bool:
         wanted, drill = self.spec.verify, self.status.drill
         return wanted is not None and (drill is None or drill.trigger != wanted.trigger)
+
+    @property
+    def awaits_record(self) -> bool:
+        """Return whether it was imported from a store, and its status does not say so yet."""
+        return self.spec.stored is not None and self.status.phase is None and not self.deleting
 
     @property
     def persisted(self) -> bool:

@@ -547,10 +547,15 @@ class ObjectTier:
         """Remove what interrupted uploads of the job left at least `older_than` ago; return how many."""
         return self.job(namespace, job_uid).abort_stale(older_than)
 
-    def jobs(self) -> Iterator[tuple[str, JobUid]]:
-        """Yield namespace and uid of each job that has a manifest. It takes a request for each job."""
+    def jobs(self, only: str | None = None) -> Iterator[tuple[str, JobUid]]:
+        """Yield namespace and uid of each job that has a manifest. It takes a request for each job.
+
+        Args:
+            only: The namespace. None: those of all namespaces.
+        """
         store, base = self._store, self._base
-        for namespace in folder_names(store, base, all_pages=True):
+        namespaces = folder_names(store, base, all_pages=True) if only is None else [only]
+        for namespace in namespaces:
             for uid in folder_names(store, f"{base}{namespace}/"):
                 with suppress(FormatError):  # other programs may have folders here
                     if keys.MANIFESTS in folder_names(

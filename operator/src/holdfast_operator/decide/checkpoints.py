@@ -92,6 +92,26 @@ def with_phase(
     return status
 
 
+def imported(checkpoint: Checkpoint, now: Now) -> CheckpointStatus | None:
+    """Return the first status of a Checkpoint that was imported from a store, or None if it needs none."""
+    stored = checkpoint.spec.stored
+    if stored is None or not checkpoint.awaits_record:
+        return None
+    status = changed(
+        checkpoint.status,
+        round=stored.round,
+        manifest=stored.manifest,
+        bytes=stored.bytes,
+        world_size=stored.world_size,
+        job_uid=stored.job_uid,
+        job_namespace=stored.job_namespace,
+        committed_at=stored.committed_at,
+    )
+    reason, phase = Reason.IMPORTED, CheckpointPhase.COMMITTED
+    pinned = checkpoint.spec.pin
+    return with_phase(status, phase, now, pinned=pinned, persisted=True, reason=reason)
+
+
 PRUNES_PER_PASS = 4
 WRITES_PER_PASS = 32
 """Largest number of Checkpoints that one rule writes or deletes in a pass. A user may create thousands, and

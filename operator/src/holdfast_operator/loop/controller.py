@@ -10,16 +10,19 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Coroutine
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, assert_never
 
 from holdfast_core import logs
 from holdfast_core.api import (
+    Checkpoint,
     CheckpointAdoption,
     CheckpointPhase,
     CheckpointStore,
     Gang,
     TrainingJob,
+    merge_patch,
 )
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
@@ -31,10 +34,15 @@ from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.decide import ends
-from holdfast_operator.decide.checkpoints import SETTLE_SECONDS, WRITES_PER_PASS, unsaved
+from holdfast_operator.decide.checkpoints import (
+    SETTLE_SECONDS,
+    WRITES_PER_PASS,
+    imported,
+    unsaved,
+)
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.scheduling import leaving
-from holdfast_operator.kube.api import KubeApi
+from holdfast_operator.kube.api import ConflictError, KubeApi
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.kube.leadership import LeaseThread
 from holdfast_operator.loop.deletions import Deletions, write_phase
@@ -252,6 +260,7 @@ class Controller:
         self._metrics.pass_seconds.labels(key.kind).observe(self._clock.monotonic() - begun)
 
     async def _job(self, key: Key) -> None:
+        await self._record_imports(key)
         job = self._cache.jobs.get(key)
         if job is None:
             await release_pods(self._cache, self._cluster, key)
@@ -334,6 +343,25 @@ class Controller:
                 await write_phase(self._cluster, checkpoint, failed, now, text, reason)
             waits |= note is None and checkpoint.status.phase is not CheckpointPhase.FAILED
         return SETTLE_SECONDS if waits else None
+
+    async def _record_imports(self, key: Key) -> None:
+        """Write the first status of Checkpoints that were imported for this job, which may not exist.
+
+        Raises HoldfastError where a call fails; the queue then retries the key. An object that has changed
+        meanwhile causes an event, and with it another pass.
+        """
+        found = self._cache.checkpoints.of(key.namespace, key.name)
+        for checkpoint in [c for c in found if c.awaits_record][:WRITES_PER_PASS]:
+            status = imported(checkpoint, self._now())
+            if status is not None:
+                with suppress(ConflictError):
+                    await self._cluster.patch_status(
+                        Checkpoint.KIND,
+                        checkpoint.namespace,
+                        checkpoint.name,
+                        checkpoint.resource_version,
+                        merge_patch(status),
+                    )
 
     def _incomplete(self, key: Key, job: Gang, applied: Applied) -> IncompletePass:
         """Log what was not carried out and return the error that the caller raises.

@@ -1,4 +1,6 @@
-"""Keep each CheckpointStore's condition up to date by probes. Drills run while no probe does.
+"""Keep each CheckpointStore's condition up to date by probes, and list a store for a person who asks.
+
+Drills run while no probe does.
 
 The operator holds no store keys, so a short-lived pod probes (model/command_pods.py). The rules are pure
 functions: when a probe is due, its command, and the meaning of its result. `Stores` gathers their inputs and
@@ -20,6 +22,7 @@ from holdfast_core.api import (
     merge_patch,
 )
 from holdfast_core.clock import Clock
+from holdfast_core.names import LIST_ANNOTATION
 from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.loop.drills import Drills
@@ -43,6 +46,7 @@ one before. The first probes come soon because a Secret or the namespace's servi
 just after the store; later ones are rare so that a long outage costs few pods."""
 
 PROBE_FAILED = "ProbeFailed"
+LIST_FAILED = "ListFailed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,26 @@ def probe_command(store: CheckpointStore) -> StoreCommand:
         arguments=("probe-store",),
         seed=f"{store.generation} {store.status.last_probe}",
         key=store_key(store.namespace, store.name),
+    )
+
+
+LIST_SECONDS = 3600
+"""Deadline of a list: it reads every manifest, and those of a large gang have a megabyte each."""
+MAX_REQUEST_CHARACTERS = 1024
+
+
+def list_command(store: CheckpointStore) -> StoreCommand | None:
+    """Return the command of the list that a person asks for by an annotation, or None."""
+    request = (store.metadata.annotations or {}).get(LIST_ANNOTATION, "")
+    if not request or len(request) > MAX_REQUEST_CHARACTERS:
+        return None
+    return StoreCommand(
+        verb=StoreVerb.LIST,
+        arguments=("list-store",),
+        seed=request,
+        key=store_key(store.namespace, store.name),
+        variables={"HOLDFAST_LIST": request},
+        limit_seconds=LIST_SECONDS,
     )
 
 
@@ -177,6 +201,7 @@ class Stores:
         if store is None:
             # A deleted store's pods are garbage-collected; those of an unreadable store stay.
             return None
+        await self._list(store)
         if store.deleting:
             for verb in StoreVerb:
                 await self._commands.end(store, verb)
@@ -195,6 +220,16 @@ class Stores:
             await self._write(store, result_of(state))
             await self._commands.end(store, StoreVerb.PROBE)
         return LOOK_AGAIN_SECONDS
+
+    async def _list(self, store: CheckpointStore) -> None:
+        """Start the pod of the list that a person asks for. Its log is the result, so the pod stays."""
+        command, view = list_command(store), store_view(store)
+        if command is None or store.deleting:
+            await self._commands.end(store, StoreVerb.LIST)
+        elif await self._commands.look(store, command, view) is None:
+            state = await self._commands.start(store, command, view)
+            if isinstance(state, CommandFailed):
+                await self._events.emit(store, "Warning", LIST_FAILED, state.message)
 
     async def _write(self, store: CheckpointStore, result: ProbeResult) -> None:
         status = store_status(store, result, self._clock.utc_now())

@@ -52,6 +52,7 @@ class StoreVerb(StrEnum):
     DELETE = "delete"
     DRILL = "drill"
     USAGE = "usage"
+    LIST = "list"
 
 
 def command_prefix(verb: StoreVerb) -> str:

@@ -313,6 +313,8 @@ class Reason(StrEnum):
     # --- LastCheckpointSucceeded, RemoteTierHealthy, Checkpoint conditions and Events
     COMMITTED = "Committed"
     PERSISTED = "Persisted"
+    IMPORTED = "Imported"
+    """spec.stored says that an object store has it: this cluster did not save it, or had lost its record."""
     SAVE_REQUESTED = "SaveRequested"
     TOO_MANY_REQUESTS = "TooManyRequests"
     """The job has as many open requests to save as it may have."""

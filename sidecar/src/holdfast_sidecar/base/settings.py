@@ -139,6 +139,11 @@ def usage_environment() -> str:
     return os.environ.get("HOLDFAST_USAGE", "")
 
 
+def list_environment() -> str:
+    """Return the ListContract as JSON, for a pod that only lists what a store has."""
+    return os.environ.get("HOLDFAST_LIST", "")
+
+
 def store_environment() -> tuple[str, str]:
     """Return the StoreConfig as JSON and the folder of the keys, for a pod that only uses a store."""
     return os.environ.get("HOLDFAST_STORE", ""), os.environ.get("HOLDFAST_STORE_DIR", "")
