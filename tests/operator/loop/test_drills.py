@@ -47,6 +47,7 @@ from holdfast_operator.loop.drills import (
     next_drill_seconds,
 )
 from holdfast_operator.loop.stores import Stores
+from holdfast_operator.loop.usages import Usages
 from holdfast_operator.model.command_pods import (
     CommandFailed,
     CommandFailure,
@@ -344,7 +345,8 @@ class Place:
         commands = CommandRuns(cluster, self.cache, SidecarSettings("i"), self.clock)
         self.metrics = Metrics()
         drills = Drills(cluster, self.cache, events, commands, self.metrics, self.clock)
-        self.stores = Stores(cluster, self.cache, events, commands, drills, self.clock)
+        usages = Usages(cluster, self.cache, events, commands, self.metrics, self.clock)
+        self.stores = Stores(cluster, self.cache, events, commands, drills, usages, self.clock)
 
     async def passes(self, number: int = 4) -> float | None:
         again = None
