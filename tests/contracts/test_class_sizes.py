@@ -22,7 +22,9 @@ VIEW = "It is a plain view, and has one field for each thing that a decision rea
 WIRING = "It wires the parts of its process once, and has one field for each part that it starts or stops."
 
 ALLOWED = {
+    "core.CheckpointStatus": API_OBJECT,
     "core.CoordinatorState": MESSAGE,
+    "core.Round": MESSAGE,
     "core.TrainingJobStatus": API_OBJECT,
     "core.WorkerReport": MESSAGE,
     "operator.Controller": WIRING,

@@ -53,7 +53,7 @@ _EXPECTED: dict[str, type] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Import:
+class StoreImport:
     """What an import creates and leaves out."""
 
     objects: tuple[dict[str, Any], ...]
@@ -99,7 +99,7 @@ def plan_import(
     listed: Iterable[Mapping[str, Any]],
     existing: Iterable[Mapping[str, Any]],
     store: str,
-) -> Import:
+) -> StoreImport:
     """Return the objects of the listed checkpoints that have none.
 
     Args:
@@ -129,7 +129,7 @@ def plan_import(
             before += 1
         else:
             objects.append(body)
-    return Import(tuple(objects), before, tuple(unusable))
+    return StoreImport(tuple(objects), before, tuple(unusable))
 
 
 def _body(line: Mapping[str, Any], store: str) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _body(line: Mapping[str, Any], store: str) -> dict[str, Any]:
     }
 
 
-def import_view(found: Import) -> Table:
+def import_view(found: StoreImport) -> Table:
     """Return the table of what is imported. It fits into 80 columns; long names are folded."""
     table = Table(box=None, padding=(0, 2, 0, 0), width=80)
     table.add_column("CHECKPOINT", overflow="fold", ratio=1)

@@ -357,8 +357,13 @@ class Place:
         return again
 
     def pods(self) -> list[Raw]:
-        alive = (p for p in self.api.all("pods") if "deletionTimestamp" not in p["metadata"])
-        return list(alive)
+        """Return the pods that probe or drill. A store is listed at the same time (test_usages.py)."""
+        return [
+            pod
+            for pod in self.api.all("pods")
+            if "deletionTimestamp" not in pod["metadata"]
+            and pod["metadata"]["labels"]["app.kubernetes.io/component"] != "store-usage"
+        ]
 
     def end(self, state: CommandReport) -> None:
         (pod,) = self.pods()
