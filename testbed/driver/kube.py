@@ -30,6 +30,7 @@ PLURALS = {
     "CheckpointAdoption": "checkpointadoptions",
     "Checkpoint": "checkpoints",
     "CheckpointStore": "checkpointstores",
+    "CheckpointGrant": "checkpointgrants",
 }
 
 

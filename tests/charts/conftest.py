@@ -12,6 +12,8 @@ import pytest
 from tests.support.chart import CHART, NAMESPACE, render_chart, run_helm
 from tests.support.servers.control_plane import ControlPlane
 
+from holdfast_core.api.crd import KINDS
+
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 Helm = Callable[..., subprocess.CompletedProcess[str]]
@@ -42,8 +44,7 @@ def cluster(helm: Helm) -> Iterator[ControlPlane]:
         cp.create_namespace(NAMESPACE, **RESTRICTED)
         cp.create_namespace("team-a")
         helm("install", "holdfast", str(CHART), "-n", NAMESPACE, f"--kubeconfig={cp.kubeconfig}")
-        plurals = ("trainingjobs", "checkpointadoptions", "checkpoints", "checkpointstores")
-        names = [f"{plural}.holdfast.dev" for plural in plurals]
+        names = [f"{kind.PLURAL}.holdfast.dev" for kind in KINDS]
         cp.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd", *names)
         _until_policy_is_in_force(cp)
         yield cp

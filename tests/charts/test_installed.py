@@ -64,6 +64,8 @@ def test_rights_of_the_operator_are_the_golden_ones(render: Render) -> None:
         ("update", "trainingjobs.holdfast.dev/finalizers", "team-a", True),
         ("create", "checkpoints.holdfast.dev", "team-a", True),
         ("delete", "checkpointstores.holdfast.dev", "team-a", False),
+        ("watch", "checkpointgrants.holdfast.dev", "team-a", True),
+        ("create", "checkpointgrants.holdfast.dev", "team-a", False),
         ("list", "leases.coordination.k8s.io", "kube-node-lease", True),
         ("list", "leases.coordination.k8s.io", "kube-system", False),
         ("escalate", "clusterroles.rbac.authorization.k8s.io", "team-a", False),
@@ -465,6 +467,7 @@ def test_uninstall_keeps_crds_and_jobs_and_nothing_else(helm: Helm) -> None:
         )
         assert sorted(line.rsplit("/", 1)[1] for line in left.splitlines()) == [
             "checkpointadoptions.holdfast.dev",
+            "checkpointgrants.holdfast.dev",
             "checkpoints.holdfast.dev",
             "checkpointstores.holdfast.dev",
             "trainingjobs.holdfast.dev",

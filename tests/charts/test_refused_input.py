@@ -45,6 +45,16 @@ def adoption(**checkpoint: Any) -> dict[str, Any]:
     return {**job, "kind": "CheckpointAdoption", "spec": spec}
 
 
+def grant_object(*given: dict[str, Any]) -> dict[str, Any]:
+    """Return a CheckpointGrant to these jobs."""
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "CheckpointGrant",
+        "metadata": {"name": "grant", "namespace": "team-a"},
+        "spec": {"from": list(given)},
+    }
+
+
 STORED = {
     "storeRef": {"name": "main"},
     "jobUid": "0f5c8a3e-0000-4000-8000-000000000001",
@@ -543,6 +553,18 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         checkpoint_object(step=100, stored={**STORED, "manifest": ABSENT}),
         ["spec.stored.manifest: Required value"],
     ),
+    "grant to a pattern": (
+        grant_object({"namespace": "team-*"}),
+        ['from.namespace is "team-*", expected the name of one namespace'],
+    ),
+    "grant to nobody": (
+        grant_object(),
+        ["from is empty, so the grant permits nothing: name the namespace of the jobs"],
+    ),
+    "source in no namespace": (
+        job_object(restoreFrom={"checkpointRef": {"name": "a", "namespace": "Team A"}}),
+        ['checkpointRef.namespace is "Team A", expected the name of a namespace'],
+    ),
     "misspelt field": (
         ckpt(intervall={"steps": 5}),
         ['unknown field "spec.checkpoint.intervall"'],
@@ -644,6 +666,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     ),
     "launcher in the image": job_object(template=trainer(args=["--lr", "0.1"])),
     "request to save": checkpoint_object(),
+    "grant to a namespace": grant_object({"namespace": "team-b"}),
     "imported checkpoint": checkpoint_object(step=100, stored=STORED),
     "pin": checkpoint_object(step=100, pin=True, deletionPolicy="DeleteData"),
     "smallest store": store_object(),

@@ -133,6 +133,7 @@ def test_artifact_hub_reads_images_and_kinds_of_this_version(about: dict[str, An
     kinds = yaml.safe_load(found["artifacthub.io/crds"])
     assert [(one["kind"], one["version"], one["name"]) for one in kinds] == [
         ("CheckpointAdoption", "v1alpha1", "checkpointadoptions.holdfast.dev"),
+        ("CheckpointGrant", "v1alpha1", "checkpointgrants.holdfast.dev"),
         ("Checkpoint", "v1alpha1", "checkpoints.holdfast.dev"),
         ("CheckpointStore", "v1alpha1", "checkpointstores.holdfast.dev"),
         ("TrainingJob", "v1alpha1", "trainingjobs.holdfast.dev"),

@@ -65,6 +65,7 @@ def test_defaults_render_these_objects(render: Render) -> None:
         "ClusterRole/holdfast-view",
         "ClusterRoleBinding/holdfast",
         "CustomResourceDefinition/checkpointadoptions.holdfast.dev",
+        "CustomResourceDefinition/checkpointgrants.holdfast.dev",
         "CustomResourceDefinition/checkpoints.holdfast.dev",
         "CustomResourceDefinition/checkpointstores.holdfast.dev",
         "CustomResourceDefinition/trainingjobs.holdfast.dev",
@@ -305,7 +306,7 @@ def test_crds_are_kept_by_default(
     render: Render, keep: str, expected: dict[str, str] | None
 ) -> None:
     crds = [o for o in render(f"crds.keep={keep}") if o["kind"] == "CustomResourceDefinition"]
-    assert [crd["metadata"].get("annotations") for crd in crds] == [expected] * 4
+    assert [crd["metadata"].get("annotations") for crd in crds] == [expected] * 5
 
 
 def test_names_follow_the_release_or_the_override(render: Render) -> None:

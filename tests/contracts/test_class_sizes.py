@@ -27,6 +27,7 @@ ALLOWED = {
     "core.Round": MESSAGE,
     "core.TrainingJobStatus": API_OBJECT,
     "core.WorkerReport": MESSAGE,
+    "operator.ClusterCache": "It has a field and a method for the copies of each kind of object.",
     "operator.Controller": WIRING,
     "operator.JobCalls": "It is the state of the calls to the sidecars of one job.",
     "operator.JobMemory": "It has one field for each thing that passes over a job remember.",

@@ -24,7 +24,7 @@ from holdfast_core.api import (
     TrainingJob,
     changed,
 )
-from holdfast_core.api.training_job import BestOfSpec, RestoreFromSpec
+from holdfast_core.api.training_job import BestOfSpec, CheckpointRef, RestoreFromSpec
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.retention import BestMode
 from holdfast_core.sources import NoSource, describe, find_source
@@ -232,4 +232,4 @@ def test_retention_keeps_what_a_job_would_choose_now() -> None:
     assert found == {saved(10, 0).name}, (
         "a person has deleted the object, and the job may need the data"
     )
-    assert names(clone(checkpoint_ref=NameRef(name="x"))) == {"x"}
+    assert names(clone(checkpoint_ref=CheckpointRef(name="x"))) == {"x"}

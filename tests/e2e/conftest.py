@@ -177,7 +177,7 @@ def _collect(kube: Kube, namespace: str | None, folder: Path) -> None:
                         )
         for kind in (
             "events",
-            "trainingjobs,checkpointadoptions,checkpoints,checkpointstores",
+            "trainingjobs,checkpointadoptions,checkpoints,checkpointstores,checkpointgrants",
             "pods",
         ):
             kubectl = [f"{install.testbed_bin()}/kubectl", "--kubeconfig", kubeconfig_path()]

@@ -48,7 +48,7 @@ namespace of the operator is known to it. */}}
   resources: [checkpoints]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [holdfast.dev]
-  resources: [checkpointstores]
+  resources: [checkpointstores, checkpointgrants]
   verbs: [list, watch]
 - apiGroups: [holdfast.dev]
   resources: [trainingjobs/status, checkpointadoptions/status, checkpoints/status, checkpointstores/status]

@@ -87,7 +87,8 @@ def plan_pruning(
 
     Args:
         checkpoints: The Checkpoints of the namespace, of any job.
-        gangs: All gangs of the namespace. Some may start from a checkpoint of the job.
+        gangs: All gangs of the namespace. Some may start from a checkpoint of the job. The operator also
+            knows those of other namespaces that have a CheckpointGrant, and keeps what they need.
         keep_last: Number of newest checkpoints, in place of the job's.
     """
     if keep_last is not None:
@@ -97,12 +98,13 @@ def plan_pruning(
         gang = gang.model_copy(update={"spec": changed(spec, checkpoint=policy)})
     uid = JobUid(gang.metadata.uid)
     own = [c for c in checkpoints if c.job == gang.name and c.status.job_uid == uid]
+    clones = [g for g in gangs if g.spec.source_namespace(g.namespace) == gang.namespace]
     named = {other.name: other for other in gangs}
 
     def source_of(other: Gang) -> Checkpoint | NoSource:
         return find_source(other, checkpoints, named.get(other.spec.source_job or ""))
 
-    plan = plan_store(gang, own, cloned_of(gangs, uid, source_of), now)
+    plan = plan_store(gang, own, cloned_of(clones, uid, source_of), now)
     doomed = [Pruned(checkpoint, reason) for checkpoint, reason in pruned_by(plan, own)]
     doomed.sort(key=lambda p: p.checkpoint.spec.step or 0, reverse=True)
     return Pruning(tuple(doomed), Counter(verdict.reason for verdict in plan.keep))

@@ -45,7 +45,7 @@ def find_source(
 
     Args:
         gang: The job, which has spec.restoreFrom.
-        checkpoints: The Checkpoints of the namespace that may be it.
+        checkpoints: The Checkpoints that may be it, all of the namespace that spec.restoreFrom names.
         source: The present gang of the name in spec.restoreFrom.jobRef, or None.
     """
     spec = gang.spec.restore_from
@@ -55,7 +55,7 @@ def find_source(
         found = next((c for c in checkpoints if c.name == name), None)
         if found is None:
             text = f"spec.restoreFrom names Checkpoint {name}, which is not in namespace"
-            return NoSource(False, f"{text} {gang.namespace}")
+            return NoSource(False, f"{text} {gang.spec.source_namespace(gang.namespace)}")
         problem = _problem(found)
         return found if problem is None else _unfit(found, problem)
     name = spec.job or ""

@@ -55,6 +55,7 @@ def cloned_of(
     """Return the names of the Checkpoints from which gangs start, but for the gang of this uid.
 
     Args:
+        gangs: Those that may start from a Checkpoint of one namespace.
         find: Returns the Checkpoint for which spec.restoreFrom of a gang stands if that names a job.
     """
     found: set[str] = set()

@@ -1,4 +1,4 @@
-"""A checkpoint of a store that this cluster does not know: its object, its record, and a job from it.
+"""Checkpoints of another cluster and of another namespace: their objects, their grants, and jobs from them.
 
 The pod that lists the store is played by the kubelet of the tests, which writes no logs.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from tests.support.operator.builders import manifest_digest
 from tests.support.operator.operator_bed import OperatorBed, training_job
 
@@ -30,11 +31,12 @@ LINE = {
 }
 
 
-def imported(bed: OperatorBed) -> dict[str, Any]:
+def imported(bed: OperatorBed, namespace: str = "") -> dict[str, Any]:
     """Create the object of LINE as the command does, and return it when the operator has recorded it."""
     (body,) = plan_import([LINE], [], "main").objects
-    bed.plane.request("POST", bed.path("checkpoints"), body)
-    path = bed.path("checkpoints", body["metadata"]["name"])
+    there = bed.path("checkpoints").replace(bed.namespace, namespace or bed.namespace)
+    bed.plane.request("POST", there, body)
+    path = f"{there}/{body['metadata']['name']}"
     bed.until("the record", lambda: "status" in bed.plane.request("GET", path))
     found: dict[str, Any] = bed.plane.request("GET", path)
     return found
@@ -60,7 +62,6 @@ def test_a_job_starts_from_a_checkpoint_of_another_cluster(empty_bed: OperatorBe
     assert empty_bed.status()["restorePoint"] == {
         "step": 4200,
         "round": 3,
-        "manifest": LINE["manifest"],
         "jobUid": LINE["jobUid"],
         "jobNamespace": LINE["namespace"],
     }
@@ -83,3 +84,39 @@ def test_a_person_asks_for_a_list_and_takes_the_request_back(empty_bed: Operator
     assert {"name": "HOLDFAST_LIST", "value": wanted} in container["env"]
     annotate(f"{LIST_ANNOTATION}-")
     empty_bed.until("the pod goes", lambda: empty_bed.pod_names() == [])
+
+
+@pytest.mark.fault("A grant is taken back while a clone restores")
+def test_a_clone_of_another_namespace_follows_its_grant(empty_bed: OperatorBed) -> None:
+    owner = f"{empty_bed.namespace}-owner"
+    empty_bed.plane.create_namespace(owner)
+    empty_bed.account.may_watch(owner)
+    empty_bed.also_watched = (owner,)
+    empty_bed.start_operator()
+    empty_bed.add_store()
+    name = imported(empty_bed, owner)["metadata"]["name"]
+    job = training_job(object={"storeRef": {"name": "main"}, "every": {"steps": 10}})
+    job["spec"]["restoreFrom"] = {"checkpointRef": {"name": name, "namespace": owner}}
+    empty_bed.plane.request("POST", empty_bed.path("trainingjobs"), job)
+    wanted = "GrantMissing"
+    accepted = empty_bed.until(
+        "the missing grant",
+        lambda: (c := empty_bed.condition("Accepted")).get("reason") == wanted and c,
+    )
+    grant = yaml.safe_load(accepted["message"][accepted["message"].index("apiVersion:") :])
+    grants = empty_bed.path("checkpointgrants").replace(empty_bed.namespace, owner)
+    empty_bed.plane.request("POST", grants, grant)
+    pods = [empty_bed.pod(worker, 0) for worker in (0, 1)]
+    empty_bed.until("the pods", lambda: empty_bed.pod_names() == pods)
+    for pod in pods:
+        empty_bed.kubelet.run_pod(pod)
+    empty_bed.until("a restore point", lambda: "restorePoint" in empty_bed.status())
+    assert empty_bed.status()["restorePoint"]["jobNamespace"] == LINE["namespace"]
+
+    empty_bed.plane.request("DELETE", f"{grants}/{grant['metadata']['name']}")
+    empty_bed.until("the wait", lambda: empty_bed.condition("Running").get("reason") == wanted)
+    status = empty_bed.status()
+    assert (status["restartRound"], "restorePoint" in status) == (1, False)
+    assert empty_bed.pod_names() == pods, "the pods stay"
+    empty_bed.plane.request("POST", grants, grant)
+    empty_bed.until("the restore again", lambda: "restorePoint" in empty_bed.status())

@@ -39,7 +39,7 @@ from holdfast_core.messages.schema import CoordinatorState, RestorePoint
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.spec import template_problem, uses_launcher
 from holdfast_operator.model.actions import BeginRound, CommitPersisted, Decision, WriteStatus
-from holdfast_operator.model.job import JobMemory, Observed, PodPhase
+from holdfast_operator.model.job import ForeignSource, JobMemory, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason
 
 
@@ -89,6 +89,30 @@ def other(**changes: Any) -> Checkpoint:
             Reason.CHECKPOINT_NOT_RESTORABLE,
             False,
             id="checkpoint not committed",
+        ),
+        pytest.param(
+            {"restore_from": "src", "store": "main"},
+            {"store": store(), "foreign": ForeignSource("team-b", granted=False)},
+            Reason.GRANT_MISSING,
+            False,
+            id="no grant of another namespace",
+        ),
+        pytest.param(
+            {"restore_from": "src", "store": "main"},
+            {"store": store(), "foreign": ForeignSource("team-b", granted=True)},
+            Reason.CHECKPOINT_NOT_FOUND,
+            False,
+            id="no checkpoint in another namespace",
+        ),
+        pytest.param(
+            {"restore_from": "src", "store": "main"},
+            {
+                "store": store(),
+                "foreign": ForeignSource("team-b", True, other(), (("minio:9000", "else", ""),)),
+            },
+            Reason.CHECKPOINT_NOT_RESTORABLE,
+            False,
+            id="another bucket than that of the other namespace",
         ),
         pytest.param(
             {"restore_from": "src"},

@@ -15,14 +15,13 @@ from tests.support.operator.progress import progress_of
 from holdfast_core.api import (
     ApiModel,
     Condition,
-    NameRef,
     RestorePointStatus,
     TrainingJob,
     TrainingJobSpec,
     changed,
 )
 from holdfast_core.api.checkpoint_policy import MemorySpec, NodeTierSpec
-from holdfast_core.api.training_job import RestoreFromSpec
+from holdfast_core.api.training_job import CheckpointRef, RestoreFromSpec
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.decide import decide
@@ -30,7 +29,7 @@ from holdfast_operator.model.actions import EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed, PodView
 from holdfast_operator.model.template import part_digests
 
-SOURCE = RestoreFromSpec(checkpoint_ref=NameRef(name="other"))
+SOURCE = RestoreFromSpec(checkpoint_ref=CheckpointRef(name="other"))
 REFUSAL = 'unknown field "spec.x"'
 NEW_IMAGE = template()
 NEW_IMAGE["spec"]["containers"][0]["image"] = "example/trainer:2"

@@ -167,16 +167,16 @@ def test_a_suspension_comes_first() -> None:
     assert reason_of(observed(suspend=True)) == Reason.ROLLING_BACK
 
 
-def chosen(found: Observed, **of_job: Any) -> TrainingJobStatus:
-    """Return the status of CAS 2 of round 3, whose two survivors have answered."""
-    state = changed(BASE, restart_round=RestartRound(3), restore_point=None, **of_job)
+def chosen(found: Observed, round_: int = 3, **of_job: Any) -> TrainingJobStatus:
+    """Return the status of CAS 2 of a round, whose two survivors have answered."""
+    state = changed(BASE, restart_round=RestartRound(round_), restore_point=None, **of_job)
     pods = found.pods
     found = replace(
         found,
         job=found.job.model_copy(update={"status": state}),
-        sidecars=tuple(sidecar(p, 3) for p in pods),
+        sidecars=tuple(sidecar(p, round_) for p in pods),
         coordinator=None,
-        memory=JobMemory(round=RestartRound(3), round_seen_at=900.0),
+        memory=JobMemory(round=RestartRound(round_), round_seen_at=900.0),
     )
     write = decide(found, now()).status
     assert isinstance(write, ChooseRestorePoint)
@@ -204,6 +204,30 @@ def test_a_second_rollback_keeps_the_highest_step(before: int | None, expected: 
     newest = changed(BASE.lineage[-1], rolled_back_from=reached)
     after = chosen(observed(), lineage=(BASE.lineage[0], newest))
     assert after.lineage[-1].rolled_back_from == expected
+
+
+@pytest.mark.parametrize(("step", "round_"), [(20, 0), (30, 3), (40, 3)])
+def test_a_rollback_finds_steps_that_were_trained_again(step: int, round_: int) -> None:
+    """What the first rollback gave up is still there, above and at the same steps. It hides no checkpoint."""
+    again = LineageEntry(
+        round=RestartRound(3),
+        base=CheckpointId(Step(20), RestartRound(0)),
+        base_manifest=manifest_digest(20, 0),
+        rolled_back_from=Step(57),
+    )
+    newest = PersistedStep(step=Step(50), round=RestartRound(3), manifest=manifest_digest(50, 3))
+    trained = tuple(checkpoint(s, 3) for s in (30, 40, 50))
+    after = chosen(
+        observed(step, 3, checkpoints=(*STORED, *trained)),
+        4,
+        lineage=(BASE.lineage[0], again),
+        last_persisted=newest,
+    )
+    point = after.restore_point
+    assert point is not None and (point.step, point.round) == (step, round_)
+    shown = after.condition(JobCondition.ROLLED_BACK)
+    assert shown is not None and shown.is_true
+    assert after.lineage[-1].rolled_back_from == 57
 
 
 @pytest.mark.parametrize(("before", "expected"), [(70, 70), (56, 56), (55, None), (40, None)])

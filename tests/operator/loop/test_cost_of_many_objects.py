@@ -14,6 +14,7 @@ from tests.support.api_objects import checkpoint_object, job_object, store_objec
 from tests.support.clock import ManualClock
 from tests.support.operations import NOISE, operations
 from tests.support.operator.fake_api import FakeApi
+from tests.support.operator.nothing import Nothing
 
 from holdfast_core.api import CheckpointAdoption, TrainingJob
 from holdfast_core.names import job_prefix
@@ -43,13 +44,6 @@ KINDS = {
     ),
 }
 """Builder of an object, and of its key, for each kind of gang."""
-
-
-class Nothing:
-    """What a pass reads outside of the cache: nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
 
 
 def gang(plural: str, name: str, at: int = 0) -> dict[str, Any]:

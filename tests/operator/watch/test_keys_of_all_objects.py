@@ -73,6 +73,23 @@ async def test_a_checkpoint_queues_its_job_and_those_that_restore_from_it() -> N
     assert queued == {job_key("team-a", "owner"), job_key("team-a", "copy")}
 
 
+async def test_a_grant_queues_the_jobs_of_other_namespaces_that_need_it() -> None:
+    api, queued = FakeApi(), set[Key]()
+    ref = {"name": "newest", "namespace": "team-a"}
+    for name, namespace in (("here", "team-a"), ("there", "team-b")):
+        job = job_object(name, namespace, restoreFrom={"checkpointRef": ref})
+        api.put("trainingjobs", job)
+    cache = ClusterCache(api, ManualClock(), (), queued.add, lambda job: None)
+    for reflector in cache.reflectors:
+        await reflector.relist()
+    queued.clear()
+    grant = {"metadata": {"name": "g", "namespace": "team-a"}}
+    api.put("checkpointgrants", {**grant, "spec": {"from": [{"namespace": "team-b"}]}})
+    for reflector in cache.reflectors:
+        await reflector.relist()
+    assert queued == {job_key("team-b", "there")}
+
+
 @pytest.mark.parametrize("plural", ["checkpoints", "checkpointstores"])
 async def test_an_event_costs_the_same_beside_any_number_of_jobs_that_name_other_objects(
     plural: str,

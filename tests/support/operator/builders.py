@@ -36,7 +36,7 @@ from holdfast_core.api.checkpoint_policy import (
     SaveInterval,
     UploadInterval,
 )
-from holdfast_core.api.training_job import RestoreFromSpec
+from holdfast_core.api.training_job import CheckpointRef, RestoreFromSpec
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import JobIdentity, Manifest, ManifestShard
@@ -141,7 +141,7 @@ def spec(
         ),
         restore_from=None
         if restore_from is None
-        else RestoreFromSpec(checkpoint_ref=NameRef(name=restore_from)),
+        else RestoreFromSpec(checkpoint_ref=CheckpointRef(name=restore_from)),
         failure_policy=FailurePolicySpec(max_restarts=max_restarts, window=window, rules=rules),
     )
     return changed(base, **changes)

@@ -19,6 +19,8 @@ from tests.support.chart import NAMESPACE, RELEASE, render_chart
 from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import ControlPlane
 
+from holdfast_core.api.crd import KINDS
+
 _REPOSITORY = Path(__file__).resolve().parents[3]
 USER = f"system:serviceaccount:{NAMESPACE}:{RELEASE}"
 WATCHED = "watched-namespace"
@@ -106,7 +108,7 @@ def install_crds(plane: ControlPlane) -> None:
         body = yaml.safe_load(file.read_text())
         names.append(body["metadata"]["name"])
         plane.request("POST", path, body)
-    assert len(names) == 4, f"expected four CRDs in crds/, found {names}: run `make generate`"
+    assert len(names) == len(KINDS), f"found {names} in crds/: run `make generate`"
     for name in names:
         poll(f"{name} is served", partial(_established, plane, f"{path}/{name}"))
 

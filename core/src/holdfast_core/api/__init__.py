@@ -43,6 +43,12 @@ from holdfast_core.api.checkpoint_adoption import (
     Variable,
     with_status,
 )
+from holdfast_core.api.checkpoint_grant import (
+    CheckpointGrant,
+    CheckpointGrantSpec,
+    is_granted,
+    missing_grant,
+)
 from holdfast_core.api.checkpoint_policy import (
     CheckpointPolicySpec,
     Compression,
@@ -130,6 +136,8 @@ __all__ = [
     "CheckpointAdoptionSpec",
     "CheckpointAdoptionStatus",
     "CheckpointCondition",
+    "CheckpointGrant",
+    "CheckpointGrantSpec",
     "CheckpointPhase",
     "CheckpointPolicySpec",
     "CheckpointSpec",
@@ -193,7 +201,9 @@ __all__ = [
     "VerifySpec",
     "WhenDeleted",
     "changed",
+    "is_granted",
     "merge_patch",
+    "missing_grant",
     "on_lineage",
     "parse_duration",
     "parse_quantity_bytes",

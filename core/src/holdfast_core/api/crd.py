@@ -12,6 +12,7 @@ from typing import Any
 from holdfast_core.api.base import CATEGORY, GROUP, VERSION, ApiModel
 from holdfast_core.api.checkpoint import Checkpoint
 from holdfast_core.api.checkpoint_adoption import CheckpointAdoption
+from holdfast_core.api.checkpoint_grant import CheckpointGrant
 from holdfast_core.api.checkpoint_store import CheckpointStore
 from holdfast_core.api.rules import REMEDY, RULES, bounds
 from holdfast_core.api.training_job import TrainingJob
@@ -171,9 +172,21 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-Kind = type[TrainingJob] | type[Checkpoint] | type[CheckpointStore] | type[CheckpointAdoption]
+Kind = (
+    type[TrainingJob]
+    | type[Checkpoint]
+    | type[CheckpointStore]
+    | type[CheckpointAdoption]
+    | type[CheckpointGrant]
+)
 
-KINDS: tuple[Kind, ...] = (TrainingJob, Checkpoint, CheckpointStore, CheckpointAdoption)
+KINDS: tuple[Kind, ...] = (
+    TrainingJob,
+    Checkpoint,
+    CheckpointStore,
+    CheckpointAdoption,
+    CheckpointGrant,
+)
 """Every kind of the API, in the order in which documents list them."""
 
 
@@ -259,6 +272,11 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
             "Whether it is kept regardless of the retention policy.",
             wide=True,
         ),
+        _AGE,
+    ),
+    CheckpointGrant.KIND: (
+        _column("From", "string", ".spec.from[*].namespace", "Namespaces of the jobs."),
+        _column("To", "string", ".spec.to[*].name", "Checkpoints. Empty: all of this namespace."),
         _AGE,
     ),
     CheckpointStore.KIND: (

@@ -38,6 +38,29 @@ class BestOfSpec(ApiModel):
     ]
 
 
+class CheckpointRef(NameRef):
+    """A Checkpoint, by its name."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253, description="Name of the Checkpoint.")]
+    namespace: Annotated[
+        str | None,
+        Field(
+            max_length=63,
+            description="Namespace of the Checkpoint. Another one than the job's needs a CheckpointGrant "
+            "there. Default: the namespace of the job.",
+            json_schema_extra=cel_rules(
+                rule(
+                    "self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')",
+                    message_expression=(
+                        '\'checkpointRef.namespace is "%s", expected the name of a namespace: remove it '
+                        "for a Checkpoint of the namespace of the job'.format([self])"
+                    ),
+                )
+            ),
+        ),
+    ] = None
+
+
 class RestoreFromSpec(ApiModel):
     """The checkpoint, of this or another job, that the first round starts from.
 
@@ -69,7 +92,7 @@ class RestoreFromSpec(ApiModel):
     )
 
     checkpoint_ref: Annotated[
-        NameRef | None, Field(description="A committed Checkpoint of the same namespace.")
+        CheckpointRef | None, Field(description="A committed Checkpoint.")
     ] = None
     job_ref: Annotated[
         NameRef | None,
@@ -257,6 +280,11 @@ class GangSpec(ApiModel):
     def source_job(self) -> str | None:
         """Return the name of the job in restoreFrom, or None if it names none."""
         return None if self.restore_from is None else self.restore_from.job
+
+    def source_namespace(self, own: str) -> str:
+        """Return the namespace of the Checkpoint or job in restoreFrom, for a gang of the namespace `own`."""
+        ref = None if self.restore_from is None else self.restore_from.checkpoint_ref
+        return (None if ref is None else ref.namespace) or own
 
 
 class ElasticSpec(ApiModel):

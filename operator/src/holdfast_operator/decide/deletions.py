@@ -49,7 +49,7 @@ class StoredObjects:
     gangs: Mapping[JobUid, Gang]
     """The gangs of the namespace that exist and have one of these names."""
     sources: tuple[Gang, ...]
-    """The gangs of the namespace that start from a Checkpoint."""
+    """The gangs that start from a Checkpoint of the namespace, of their own or by a grant."""
     with_pods: Collection[JobUid]
     """Jobs of which there are pods, which may still write to the store."""
 

@@ -11,7 +11,8 @@ Which failure
 3. The restart of a sidecar container alone is not a failure. ROUND is sent to the sidecar again.
 4. While a gang trains, a pod that is deleted or evicted has its grace period to save, stop and flush.
 5. A pod of this round that has not started is not a failure, whatever its node: it holds no data.
-6. A sidecar that does not answer is not a failure by itself (ADR 0007). If no sidecar of the job answers,
+6. A grant that is taken back stops a restore, and the next round waits for it.
+7. A sidecar that does not answer is not a failure by itself (ADR 0007). If no sidecar of the job answers,
    the cause is probably the network, and the job waits. Otherwise the pod is replaced only if the newest
    committed step is known to be readable without it (readable.py).
 
@@ -112,6 +113,7 @@ KINDS = {
     Reason.OOM_KILLED: Kind(of_node=True, of_another=True),
     Reason.TRAINER_RESTARTING: Kind(of_node=True),
     Reason.POD_FAILED: Kind(of_node=True),
+    Reason.GRANT_MISSING: Kind(of_another=True, of_store=True),
     Reason.CHECKPOINT_MISSING: Kind(of_another=True, of_store=True),
     Reason.RESTORE_FAILED: Kind(of_another=True, of_store=True),
     Reason.RANK_FAILED: Kind(of_node=True, of_checkpoint=True),
@@ -133,7 +135,7 @@ def find(world: World) -> tuple[Failure, ...]:
     found = [Failure(Reason.STATUS_BEHIND, t, disruption=True) for t in _status_behind(world)]
     of_members = (_of_member(world, member) for member in world.members)
     found += [failure for failure in of_members if failure is not None]
-    found += [*_of_ranks(world), *_of_hang(world), *_of_restore(world)]
+    found += [*_of_ranks(world), *_of_hang(world), *_of_restore(world), *_of_grant(world)]
     return tuple(sorted(found, key=_severity)) or ends.stopped_for_nothing(world)
 
 
@@ -338,6 +340,24 @@ def _of_restore(world: World) -> list[Failure]:
     if not state.dead and not readable.leaves_missing_restore_point(world):
         return []
     return [Failure(Reason.CHECKPOINT_MISSING, cause)]
+
+
+def _of_grant(world: World) -> list[Failure]:
+    """Return a failure if the gang restores a Checkpoint of another namespace whose grant was taken back.
+
+    The next round stops the restore, and waits for a grant before it chooses the Checkpoint again. Ranks that
+    train have read it already.
+    """
+    point, foreign, state = world.status.restore_point, world.observed.foreign, world.state
+    if foreign is None or foreign.granted or point is None or point.job_uid is None:
+        return []
+    if state.running or state.last_local is not None or world.status.is_true(JobCondition.RUNNING):
+        return []
+    name = world.spec.source_checkpoint
+    text = (
+        f"the CheckpointGrant for Checkpoint {name} of namespace {foreign.namespace} was taken back"
+    )
+    return [Failure(Reason.GRANT_MISSING, text, disruption=True)]
 
 
 def _of_hang(world: World) -> list[Failure]:

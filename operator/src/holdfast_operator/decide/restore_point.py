@@ -41,7 +41,7 @@ from holdfast_core.messages.schema import UncommittedShard
 from holdfast_core.names import first_of
 from holdfast_core.sources import NoSource, describe
 from holdfast_operator.decide.facts import readable, rollback
-from holdfast_operator.decide.facts.spec import source_of
+from holdfast_operator.decide.facts.spec import grant_problem, source_of
 from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.job import Done, Seen
 from holdfast_operator.model.reasons import Reason
@@ -348,6 +348,9 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
             )
             return Chosen(beginning, None, Reason.SHARDS_LOST, text)
         return Chosen(beginning, None, Reason.RESTORE_POINT_CHOSEN, text)
+    refused = grant_problem(world)
+    if refused is not None:
+        return Wait(refused)
     source = source_of(world)
     if isinstance(source, NoSource):
         return Wait(Note(Reason.RESTORE_POINT_UNAVAILABLE, source.message))
@@ -357,7 +360,7 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
         step=id_.step,
         round=id_.round,
         job_uid=source.status.job_uid,
-        job_namespace=source.status.job_namespace or world.job.namespace,
+        job_namespace=source.status.job_namespace or source.namespace,
     )
     text = (
         f"round {world.round} starts from Checkpoint {source.name}, step {id_.step} of job {source.job}. "

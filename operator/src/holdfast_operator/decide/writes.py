@@ -238,6 +238,9 @@ def next_round(world: World, ruling: Ruling) -> TrainingJobStatus:
         )
         recent = with_restart(recent, record)
         status = with_evidence(status, world, recent)
+    if cause.reason is Reason.STATUS_BEHIND and not status.lineage:
+        # The gang may have trained, as before a first round that finds traces of it.
+        status = changed(status, lineage=LOST_LINEAGE)
     if cause.reason is Reason.CHECKPOINT_MISSING:
         status = with_missing_restore_point(status)
     note = Note(cause.reason, f"round {round_}: {ruling.text}")

@@ -135,7 +135,7 @@ class Deletions:
         return StoredObjects(
             tuple(objects),
             gangs,
-            self._cache.jobs.with_source(namespace),
+            self._cache.clones(namespace),
             {uid for uid in uids if pods.workers(namespace, uid)},
         )
 

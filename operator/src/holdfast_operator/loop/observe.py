@@ -36,6 +36,7 @@ from holdfast_operator.decide.facts.spec import (
 from holdfast_operator.kube.cluster import JOB, Cluster
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import (
+    ForeignSource,
     JobMemory,
     NodeView,
     Observed,
@@ -44,6 +45,8 @@ from holdfast_operator.model.job import (
     PodView,
     StoreView,
     Unreadable,
+    place_of,
+    store_config,
     store_view,
 )
 from holdfast_operator.model.ownership import Key, gang_key, log_fields, pod_source
@@ -107,6 +110,7 @@ class Observer:
             lost_nodes=self._lost_nodes(job, pods),
             coordinator=self._sidecars.coordinator_state(job.uid),
             checkpoints=self._checkpoints(job),
+            foreign=self._foreign(job),
             cloned=self._cloned(job),
             source=self._source_job(job),
             store=self._store(job),
@@ -268,6 +272,27 @@ class Observer:
         ]
         return tuple(sorted(nodes, key=lambda n: n.renewed_at or 0.0, reverse=True))
 
+    def _foreign(self, job: Gang) -> ForeignSource | None:
+        namespace, name = job.spec.source_namespace(job.namespace), job.spec.source_checkpoint
+        if name is None or namespace == job.namespace:
+            return None
+        if not self._cache.is_granted(job, namespace):
+            return ForeignSource(namespace, granted=False)
+        found = self._cache.checkpoints.get(namespace, name)
+        stores = self._cache.stores.of(namespace)
+        if found is not None:
+            used = self._store_of(found)
+            stores = tuple(s for s in stores if used in (None, s.name))
+        places = tuple(place_of(store_config(s)) for s in stores)
+        return ForeignSource(namespace, granted=True, checkpoint=found, places=places)
+
+    def _store_of(self, checkpoint: Checkpoint) -> str | None:
+        """Return the name of the CheckpointStore that has the data, or None if it is not known any more."""
+        if checkpoint.spec.stored is not None:
+            return checkpoint.spec.stored.store_ref.name
+        savers = self._cache.jobs.of_name(checkpoint.namespace, checkpoint.job)
+        return next((j.spec.store for j in savers if j.uid == checkpoint.status.job_uid), None)
+
     def _source_job(self, job: Gang) -> Gang | None:
         """Return the present gang of the name in spec.restoreFrom.jobRef, or None."""
         name = job.spec.source_job
@@ -276,7 +301,7 @@ class Observer:
 
     def _cloned(self, job: Gang) -> frozenset[str]:
         """Return the names of this job's Checkpoints, and of others, from which other jobs start."""
-        starting = self._cache.jobs.with_source(job.namespace)
+        starting = self._cache.clones(job.namespace)
         of_it = (j for j in starting if j.spec.source_job in (None, job.name))
         return cloned_of(of_it, job.uid, self._source_of)
 
@@ -289,6 +314,8 @@ class Observer:
         source, of_job = job.spec.source_checkpoint, job.spec.source_job
         if of_job not in (None, job.name) and needs_source(job):
             return (*own, *self._cache.checkpoints.of(job.namespace, of_job))
+        if job.spec.source_namespace(job.namespace) != job.namespace:
+            return own
         if source is None or any(c.name == source for c in own):
             return own
         found = self._cache.checkpoints.get(job.namespace, source)
@@ -300,7 +327,8 @@ class Observer:
         prefix = job_prefix(job.name, job.uid)
         found.extend(self._cache.unreadable.members(Checkpoint.KIND, job.namespace, prefix))
         source = job.spec.source_checkpoint
-        if source is not None and not source.startswith(f"{prefix}-"):
+        foreign = job.spec.source_namespace(job.namespace) != job.namespace
+        if source is not None and not foreign and not source.startswith(f"{prefix}-"):
             hidden = self._cache.unreadable.get(Checkpoint.KIND, job.namespace, source)
             found.extend(() if hidden is None else (hidden,))
         if job.spec.store is not None:

@@ -431,6 +431,24 @@ class StoreView:
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignSource:
+    """The Checkpoint of another namespace that spec.restoreFrom names."""
+
+    namespace: str
+    granted: bool
+    """Whether a CheckpointGrant of that namespace lets this job start from it."""
+    checkpoint: Checkpoint | None = None
+    """None: it does not exist, cannot be parsed, or is not granted."""
+    places: tuple[tuple[str, str, str], ...] = ()
+    """Endpoint, bucket and prefix of the CheckpointStores there that may have its data."""
+
+
+def place_of(config: StoreConfig) -> tuple[str, str, str]:
+    """Return endpoint, bucket and prefix, by which two stores are one place."""
+    return config.endpoint, config.bucket, config.prefix.strip("/")
+
+
+@dataclass(frozen=True, slots=True)
 class RequestedSave:
     """A Checkpoint request that was sent to the coordinator."""
 
@@ -578,6 +596,8 @@ class Observed:
     """Checkpoints of this job, and those that spec.restoreFrom may stand for."""
     source: Gang | None = None
     """The present job of the name in spec.restoreFrom.jobRef."""
+    foreign: ForeignSource | None = None
+    """The Checkpoint of another namespace that spec.restoreFrom names. None: it names none."""
     cloned: frozenset[str] = frozenset()
     """Names of the Checkpoints from which other jobs start that have none of their own in a store yet."""
     store: StoreView | None = None

@@ -30,6 +30,9 @@ class Reason(StrEnum):
     launcher, reaches what belongs to the sidecar, or the API server refuses the pod."""
     CHECKPOINT_NOT_FOUND = "CheckpointNotFound"
     """spec.restoreFrom or spec.rollback asks for a checkpoint that does not exist."""
+    GRANT_MISSING = "GrantMissing"
+    """The Checkpoint of spec.restoreFrom is in another namespace, and no CheckpointGrant there lets the job
+    start from it, or no longer."""
     CHECKPOINT_NOT_RESTORABLE = "CheckpointNotRestorable"
     """The checkpoint of spec.restoreFrom or spec.rollback exists but cannot be restored: it is not committed
     in a store, is quarantined, being deleted, off the lineage or cannot be parsed, or this job has no store

@@ -32,11 +32,13 @@ from holdfast_core.api import (
     VERSION,
     Checkpoint,
     CheckpointAdoption,
+    CheckpointGrant,
     CheckpointPhase,
     CheckpointStore,
     Gang,
     TrainingJob,
     WhenDeleted,
+    is_granted,
 )
 from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
@@ -149,7 +151,7 @@ class JobIndex(Index[Gang]):
         return next((j for j in named if j.kind != job.kind), None)
 
     def with_source(self, namespace: str) -> tuple[Gang, ...]:
-        """Return the gangs of a namespace that start from a Checkpoint."""
+        """Return the gangs of any namespace that start from a Checkpoint of this one."""
         return self.of("source", namespace)
 
     def newest_start(self, namespace: str, store: str) -> datetime | None:
@@ -173,10 +175,11 @@ def _named(job: Gang) -> Iterable[Names]:
     """Yield kind, namespace and name of the objects that the spec names, and whether it has a source."""
     if job.spec.store is not None:
         yield CheckpointStore.KIND, job.namespace, job.spec.store
-    if job.spec.source_checkpoint is not None:
-        yield Checkpoint.KIND, job.namespace, job.spec.source_checkpoint
     if job.spec.restore_from is not None:
-        yield "source", job.namespace
+        namespace = job.spec.source_namespace(job.namespace)
+        yield "source", namespace
+        if job.spec.source_checkpoint is not None:
+            yield Checkpoint.KIND, namespace, job.spec.source_checkpoint
 
 
 def _checkpoint_groups(checkpoint: Checkpoint) -> Iterable[Names]:
@@ -342,7 +345,14 @@ class ClusterCache:
         """Checkpoints by namespace and name, and by namespace and name of their job. By namespace and name of
         their store: all ("store"), those for which a drill is requested ("drill"), and those that a pod may
         have to delete from it ("delete", decide/deletions.py)."""
-        self.stores: Index[CheckpointStore] = Index(lambda s: (s.namespace, s.name))
+        self.stores: Index[CheckpointStore] = Index(
+            lambda s: (s.namespace, s.name), lambda s: [(s.namespace,)]
+        )
+        """CheckpointStores by namespace and name, and by namespace."""
+        self.grants: Index[CheckpointGrant] = Index(
+            lambda g: (g.namespace, g.name), lambda g: [(g.namespace,)]
+        )
+        """CheckpointGrants by namespace and name, and by namespace."""
         self.nodes = NodeCache()
         self.leases = NodeLeases()
         self.reflectors: list[Reflector[Any]] = []
@@ -361,13 +371,14 @@ class ClusterCache:
         mine = f"{labels.MANAGED_BY}={labels.MANAGED_BY_VALUE}"
         adopted = f"{labels.ADOPT},{labels.MANAGED_BY}!={labels.MANAGED_BY_VALUE}"
         for scope in [f"/namespaces/{n}" for n in namespaces] or [""]:
-            jobs, adoptions, checkpoints, stores = (
+            jobs, adoptions, checkpoints, stores, grants = (
                 Collection(name, f"{ours}{scope}/{kind.PLURAL}", kind=kind.KIND)
                 for name, kind in (
                     ("jobs", TrainingJob),
                     ("adoptions", CheckpointAdoption),
                     ("checkpoints", Checkpoint),
                     ("stores", CheckpointStore),
+                    ("grants", CheckpointGrant),
                 )
             )
             self._own_watches += (
@@ -375,6 +386,7 @@ class ClusterCache:
                 watch(adoptions, CheckpointAdoption.from_dict, self._job),
                 watch(checkpoints, Checkpoint.from_dict, self._ckpt),
                 watch(stores, CheckpointStore.from_dict, self._store),
+                watch(grants, CheckpointGrant.from_dict, self._grant),
             )
             own = Collection("pods", f"/api/v1{scope}/pods", mine, "Pod")
             theirs = Collection("adopted-pods", f"/api/v1{scope}/pods", adopted, "Pod")
@@ -416,7 +428,7 @@ class ClusterCache:
         for hidden in self.unreadable.all():
             if hidden.kind == CheckpointStore.KIND:
                 self._enqueue(store_key(hidden.namespace, hidden.name))
-            elif hidden.kind != Checkpoint.KIND:
+            elif hidden.kind not in (Checkpoint.KIND, CheckpointGrant.KIND):
                 self._enqueue(gang_key(hidden))
         for store in self.stores.all():
             self._enqueue(store_key(store.namespace, store.name))
@@ -431,6 +443,19 @@ class ClusterCache:
                 self._enqueue(key)
 
     # ------------------------------------------------------------------ look-ups
+
+    def clones(self, namespace: str) -> tuple[Gang, ...]:
+        """Return the gangs that start from a Checkpoint of this namespace, of their own or by a grant.
+
+        Others would keep data of the namespace without its owner's will.
+        """
+        found = self.jobs.with_source(namespace)
+        return tuple(g for g in found if g.namespace == namespace or self.is_granted(g, namespace))
+
+    def is_granted(self, job: Gang, namespace: str) -> bool:
+        """Return whether a grant of that namespace lets the job start from the Checkpoint that it names."""
+        source, grants = job.spec.source_checkpoint, self.grants.of(namespace)
+        return source is not None and is_granted(grants, job.namespace, job.name, source)
 
     def job_uids(self) -> set[JobUid]:
         """Return the uids of all jobs that exist, including those that cannot be parsed."""
@@ -561,6 +586,17 @@ class ClusterCache:
             found = map(gang_key, self.jobs.of_name(subject.namespace, name))
             for key in tuple(found) or (job_key(subject.namespace, name),):
                 self._enqueue(key)
+
+    def _grant(
+        self, old: CheckpointGrant | Unreadable | None, new: CheckpointGrant | Unreadable | None
+    ) -> None:
+        """Take a grant over. One that cannot be parsed permits nothing."""
+        self._take(self.grants, old, new)
+        subject = new or old
+        namespace = "" if subject is None else subject.namespace
+        for job in self.jobs.with_source(namespace):
+            if job.namespace != namespace:
+                self._enqueue(gang_key(job))
 
     def _store(
         self, old: CheckpointStore | Unreadable | None, new: CheckpointStore | Unreadable | None

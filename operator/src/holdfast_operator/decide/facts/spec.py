@@ -13,6 +13,7 @@ A CheckpointAdoption has condition Adopted besides, which says what the controll
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from holdfast_core.api import (
@@ -23,6 +24,7 @@ from holdfast_core.api import (
     JobCondition,
     TrainingJobStatus,
     changed,
+    missing_grant,
 )
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_core.ids import Worker
@@ -31,7 +33,7 @@ from holdfast_core.sources import NoSource, began_from, describe, find_source
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.world import MemberState, Note, World
 from holdfast_operator.model.actions import Action, normal
-from holdfast_operator.model.job import OwnerView
+from holdfast_operator.model.job import OwnerView, place_of
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.render import injection
 from holdfast_operator.model.template import (
@@ -179,8 +181,13 @@ def _restore_from_problem(world: World) -> Note | None:
     """Return why the job cannot start from spec.restoreFrom, or None."""
     if world.spec.restore_from is None:
         return None
-    name = world.spec.source_checkpoint
-    hidden = None if name is None else world.observed.cannot_read(Checkpoint.KIND, name)
+    refused = grant_problem(world) or _other_place(world)
+    if refused is not None:
+        return refused
+    name, foreign = world.spec.source_checkpoint, world.observed.foreign
+    hidden = None
+    if name is not None and foreign is None:
+        hidden = world.observed.cannot_read(Checkpoint.KIND, name)
     if hidden is not None:
         text = f"Checkpoint {name} of spec.restoreFrom cannot be read: {hidden.problem}"
         return Note(Reason.CHECKPOINT_NOT_RESTORABLE, text)
@@ -198,8 +205,57 @@ def _restore_from_problem(world: World) -> Note | None:
 
 def source_of(world: World) -> Checkpoint | NoSource:
     """Return the Checkpoint for which spec.restoreFrom stands. The job must have the field."""
-    observed = world.observed
-    return find_source(observed.job, observed.checkpoints, observed.source)
+    observed, foreign = world.observed, world.observed.foreign
+    if foreign is None:
+        return find_source(observed.job, observed.checkpoints, observed.source)
+    there = () if foreign.checkpoint is None else (foreign.checkpoint,)
+    found = find_source(observed.job, there, None)
+    if isinstance(found, NoSource) and not there:
+        text = f"{found.message}, or the operator does not watch that namespace"
+        return replace(found, message=text)
+    return found
+
+
+def grant_problem(world: World) -> Note | None:
+    """Return which CheckpointGrant is missing, or None if the job needs none or has it.
+
+    Whether the Checkpoint exists is not said without a grant.
+    """
+    foreign, name, job = world.observed.foreign, world.spec.source_checkpoint, world.job
+    if foreign is None or foreign.granted or name is None:
+        return None
+    text = (
+        f"no CheckpointGrant of namespace {foreign.namespace} lets {job.name} of namespace {job.namespace} "
+        f"start from Checkpoint {name}. The job waits for one. An administrator of namespace "
+        f"{foreign.namespace} creates it with `kubectl apply -f -`:\n"
+    )
+    wanted = missing_grant(job.namespace, job.name, foreign.namespace, name)
+    return Note(Reason.GRANT_MISSING, text + wanted)
+
+
+def _other_place(world: World) -> Note | None:
+    """Return why the store of the job cannot have a Checkpoint of another namespace, or None.
+
+    Each namespace has keys of its own, so both stores must read the same place.
+    """
+    foreign, store = world.observed.foreign, world.observed.store
+    if foreign is None or store is None or not foreign.places:
+        return None
+    own = place_of(store.config)
+    if own in foreign.places:
+        return None
+    there = " or ".join(_shown(place) for place in foreign.places[:3])
+    text = (
+        f"Checkpoint {world.spec.source_checkpoint} of namespace {foreign.namespace} is in {there}, and "
+        f"CheckpointStore {store.name} of this job reads {_shown(own)}: name a CheckpointStore of namespace "
+        f"{world.job.namespace} with the same endpoint, bucket and prefix in checkpoint.object.storeRef"
+    )
+    return Note(Reason.CHECKPOINT_NOT_RESTORABLE, text)
+
+
+def _shown(place: tuple[str, str, str]) -> str:
+    endpoint, bucket, prefix = place
+    return f"{endpoint}/{bucket}/{prefix}".rstrip("/")
 
 
 def _invalid(message: str) -> Note:
