@@ -33,6 +33,7 @@ def round_with(*quarantined: CheckpointId) -> Any:
         round=RestartRound(0),
         restore_point=RestorePoint(NEWEST.step, NEWEST.round),
         quarantined=tuple(RestorePoint(c.step, c.round) for c in quarantined),
+        hold_uploads=False,
     )
 
 
