@@ -26,6 +26,7 @@ def _used(job: Job) -> int:
     return next((int(row["bytes"]) for row in rows if row["uid"] == job.uid), 0)
 
 
+@pytest.mark.long  # integration/operator/test_store_usage.py and integration/sidecars show its parts
 @pytest.mark.fault("A quota of the object store is reached during training")
 def test_uploads_wait_for_a_quota_and_go_on_when_it_is_raised(scenario):
     """The bucket has other jobs, also larger ones, so the limit is one of the job."""

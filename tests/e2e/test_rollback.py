@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
 from testbed.driver.jobs import Job
 from testbed.driver.kube import kubeconfig_path
 from testbed.driver.scenario import SHORT
@@ -48,6 +49,7 @@ def roll_back(job: Job, step: int) -> None:
     job.wait_condition("RolledBack", "True", 60)
 
 
+@pytest.mark.long  # integration/operator/test_rollback.py and integration/sidecars show its parts
 def test_a_job_that_is_rolled_back_three_times_ends_in_the_same_bits(scenario):
     """The reference run was never rolled back."""
     job = scenario.start(LONG, object_every=10, keep_last=10)
