@@ -50,6 +50,7 @@ def test_a_job_starts_from_a_checkpoint_of_another_cluster(empty_bed: OperatorBe
     status = found["status"]
     assert (status["phase"], status["round"], status["bytes"]) == ("Committed", 3, 6_700_000)
     assert (status["jobUid"], status["jobNamespace"]) == (LINE["jobUid"], LINE["namespace"])
+    assert status["store"] == "main", "a drill and a deletion find the data there"
     true = {c["type"]: c["reason"] for c in status["conditions"] if c["status"] == "True"}
     assert true["Restorable"] == "Imported"
     assert true["Persisted"] == "Persisted"

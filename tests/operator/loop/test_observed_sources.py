@@ -95,6 +95,7 @@ async def test_the_places_are_those_of_the_stores_of_the_other_namespace() -> No
         "worldSize": 1,
     }
     imported = checkpoint_object("src", "team-a", step=5, stored=stored)
+    imported["status"] = {"store": "two"}  # the operator has recorded it
     known = (await observed("team-b", "clone", grant, *stores, ("checkpoints", imported))).foreign
     assert known is not None
     assert {bucket for _, bucket, _ in known.places} == {"two"}

@@ -105,6 +105,7 @@ def imported(checkpoint: Checkpoint, now: Now) -> CheckpointStatus | None:
         world_size=stored.world_size,
         job_uid=stored.job_uid,
         job_namespace=stored.job_namespace,
+        store=stored.store_ref.name,
         committed_at=stored.committed_at,
     )
     reason, phase = Reason.IMPORTED, CheckpointPhase.COMMITTED

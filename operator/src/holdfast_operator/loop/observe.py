@@ -281,17 +281,9 @@ class Observer:
         found = self._cache.checkpoints.get(namespace, name)
         stores = self._cache.stores.of(namespace)
         if found is not None:
-            used = self._store_of(found)
-            stores = tuple(s for s in stores if used in (None, s.name))
+            stores = tuple(s for s in stores if found.status.store in (None, s.name))
         places = tuple(place_of(store_config(s)) for s in stores)
         return ForeignSource(namespace, granted=True, checkpoint=found, places=places)
-
-    def _store_of(self, checkpoint: Checkpoint) -> str | None:
-        """Return the name of the CheckpointStore that has the data, or None if it is not known any more."""
-        if checkpoint.spec.stored is not None:
-            return checkpoint.spec.stored.store_ref.name
-        savers = self._cache.jobs.of_name(checkpoint.namespace, checkpoint.job)
-        return next((j.spec.store for j in savers if j.uid == checkpoint.status.job_uid), None)
 
     def _source_job(self, job: Gang) -> Gang | None:
         """Return the present gang of the name in spec.restoreFrom.jobRef, or None."""
