@@ -20,14 +20,11 @@ from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
 from holdfast_sidecar.base.settings import (
     Settings,
-    delete_environment,
-    drill_environment,
-    list_environment,
     node_dir,
+    request_environment,
     shared_dir,
     store_environment,
     termination_log,
-    usage_environment,
 )
 from holdfast_sidecar.process.hooks import healthz, pre_stop
 
@@ -69,25 +66,31 @@ def _probe_store() -> int:
 def _drill() -> int:
     from holdfast_sidecar.process.store_drill import drill_store
 
-    return drill_store(*store_environment(), drill_environment(), termination_log())
+    return drill_store(
+        *store_environment(), request_environment("HOLDFAST_DRILL"), termination_log()
+    )
 
 
 def _delete() -> int:
     from holdfast_sidecar.process.store_delete import delete_in_store
 
-    return delete_in_store(*store_environment(), delete_environment(), termination_log())
+    return delete_in_store(
+        *store_environment(), request_environment("HOLDFAST_DELETE"), termination_log()
+    )
 
 
 def _usage() -> int:
     from holdfast_sidecar.process.store_usage import store_usage
 
-    return store_usage(*store_environment(), usage_environment(), termination_log())
+    return store_usage(
+        *store_environment(), request_environment("HOLDFAST_USAGE"), termination_log()
+    )
 
 
 def _list_store() -> int:
     from holdfast_sidecar.process.store_list import list_store
 
-    return list_store(*store_environment(), list_environment(), termination_log())
+    return list_store(*store_environment(), request_environment("HOLDFAST_LIST"), termination_log())
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -124,24 +124,9 @@ def node_dir() -> Path:
     return Path(os.environ.get("HOLDFAST_NODE_DIR", NODE_DIR))
 
 
-def drill_environment() -> str:
-    """Return the DrillContract as JSON, for a pod that only reads a checkpoint."""
-    return os.environ.get("HOLDFAST_DRILL", "")
-
-
-def delete_environment() -> str:
-    """Return the DeleteContract as JSON, for a pod that only deletes checkpoints."""
-    return os.environ.get("HOLDFAST_DELETE", "")
-
-
-def usage_environment() -> str:
-    """Return the UsageContract as JSON, for a pod that only lists a store."""
-    return os.environ.get("HOLDFAST_USAGE", "")
-
-
-def list_environment() -> str:
-    """Return the ListContract as JSON, for a pod that only lists what a store has."""
-    return os.environ.get("HOLDFAST_LIST", "")
+def request_environment(variable: str) -> str:
+    """Return the request, as JSON, of a pod that runs one command on a store."""
+    return os.environ.get(variable, "")
 
 
 def store_environment() -> tuple[str, str]:

@@ -15,8 +15,7 @@ from holdfast_core.contract import DeleteContract
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import MAX_ROUND, CheckpointId, RestartRound, age_of
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.process.store_drill import open_tier
-from holdfast_sidecar.process.termination import write_failure, write_report
+from holdfast_sidecar.process.store_command import open_tier, write_failure, write_report
 
 
 def delete_in_store(store: str, store_dir: str, request: str, report_path: Path) -> int:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from holdfast_core.contract import DrillContract, DrillExit, StoreConfig
+from holdfast_core.contract import DrillContract, DrillExit
 from holdfast_core.drill import DrillRequest, drill, newest_of
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.store.drilled import StoredJob
-from holdfast_core.store.s3.client import S3Client
-from holdfast_core.store.s3.credentials import FileCredentials
-from holdfast_core.store.s3.store import S3ObjectStore
-from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.process.termination import write_failure, write_report
+from holdfast_sidecar.process.store_command import open_tier, write_failure, write_report
 
 
 def drill_store(store: str, store_dir: str, request: str, report_path: Path) -> int:
@@ -49,11 +45,3 @@ def _drilled(store: str, store_dir: str, wanted: DrillContract) -> tuple[str, Dr
         digest = None if wanted.manifest is None else Digest(wanted.manifest)
         report = drill(job, DrillRequest(wanted.job_uid, checkpoint, digest, wanted.world_size))
     return report.to_json(), report.exit_code
-
-
-def open_tier(store: str, store_dir: str) -> ObjectTier:
-    """Open a store with the keys that the pod mounts. The caller closes it. Raises HoldfastError."""
-    config = StoreConfig.from_json(store)
-    credentials = FileCredentials(store_dir)
-    client = S3Client(config, credentials, ca_file=credentials.ca_file)
-    return ObjectTier(S3ObjectStore(client), config.prefix, readers=config.max_concurrency)

@@ -24,10 +24,9 @@ from holdfast_core.format import keys
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, JobUid
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.process.store_drill import open_tier
-from holdfast_sidecar.process.termination import write_report
+from holdfast_sidecar.process.store_command import open_tier, write_failure, write_report
 
-_MESSAGE_CHARACTERS = 2000
+_ERROR_CHARACTERS = 2000
 
 
 def list_store(store: str, store_dir: str, request: str, report_path: Path) -> int:
@@ -42,18 +41,17 @@ def list_store(store: str, store_dir: str, request: str, report_path: Path) -> i
     Returns:
         The exit code: 1 if the store could not be listed.
     """
-    count, status = 0, 0
+    count = 0
     try:
         config, wanted = StoreConfig.from_json(store), ListContract.from_json(request)
         with closing(open_tier(store, store_dir)) as tier:
             for item in listed(tier, wanted, SystemClock().utc_now(), config.max_concurrency):
                 sys.stdout.write(json.dumps(item) + "\n")
                 count += 1
-        end: dict[str, Any] = {"lines": count}
     except HoldfastError as error:
-        message = str(error).encode("ascii", "replace").decode()[:_MESSAGE_CHARACTERS]
-        end, status = {"error": type(error).__name__, "message": message}, 1
-    return status if write_report(json.dumps(end), report_path) else 1
+        write_failure(error, report_path)
+        return 1
+    return 0 if write_report(json.dumps({"lines": count}), report_path) else 1
 
 
 def listed(
@@ -100,7 +98,7 @@ def _document(
         document = tier.get_manifest(namespace, uid, checkpoint)
         manifest = parse_manifest_of(document, uid, checkpoint, namespace=namespace)
     except (CorruptionError, FormatError, NotFoundError) as error:
-        return {**found, "error": str(error)[:_MESSAGE_CHARACTERS]}
+        return {**found, "error": str(error)[:_ERROR_CHARACTERS]}
     return {
         **found,
         "job": manifest.job.name,

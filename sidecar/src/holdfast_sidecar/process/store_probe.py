@@ -8,7 +8,7 @@ from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import ConfigError
 from holdfast_core.store.probe import ProbeReason, ProbeReport, probe
 from holdfast_core.store.s3.credentials import FileCredentials
-from holdfast_sidecar.process.termination import write_report
+from holdfast_sidecar.process.store_command import write_report
 
 
 def probe_store(store: str, store_dir: str, report_path: Path) -> int:

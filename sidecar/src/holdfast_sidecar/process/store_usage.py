@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
-from holdfast_core.contract import StoreConfig, UsageContract
+from holdfast_core.contract import UsageContract
 from holdfast_core.errors import HoldfastError
-from holdfast_core.store.s3.client import S3Client
-from holdfast_core.store.s3.credentials import FileCredentials
-from holdfast_core.store.s3.store import S3ObjectStore
-from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store.usage import StoreUsage, sweep, usage_of
-from holdfast_sidecar.process.termination import write_report
-
-_MESSAGE_CHARACTERS = 2000
+from holdfast_sidecar.process.store_command import open_tier, write_failure, write_report
 
 
 def store_usage(store: str, store_dir: str, request: str, report_path: Path) -> int:
@@ -32,18 +25,15 @@ def store_usage(store: str, store_dir: str, request: str, report_path: Path) -> 
         0 if the store was listed and the report written, else 1.
     """
     try:
-        text, status = _listed(store, store_dir, UsageContract.from_json(request)).to_json(), 0
+        usage = _listed(store, store_dir, UsageContract.from_json(request))
     except HoldfastError as error:
-        message = str(error).encode("ascii", "replace").decode()[:_MESSAGE_CHARACTERS]
-        text, status = json.dumps({"error": type(error).__name__, "message": message}), 1
-    return status if write_report(text, report_path) else 1
+        write_failure(error, report_path)
+        return 1
+    return 0 if write_report(usage.to_json(), report_path) else 1
 
 
 def _listed(store: str, store_dir: str, wanted: UsageContract) -> StoreUsage:
-    config = StoreConfig.from_json(store)
-    credentials = FileCredentials(store_dir)
-    client = S3Client(config, credentials, ca_file=credentials.ca_file)
-    with closing(ObjectTier(S3ObjectStore(client), config.prefix)) as tier:
+    with closing(open_tier(store, store_dir)) as tier:
         usage = usage_of(tier)
         if wanted.sweep_after_seconds is None:
             return usage

@@ -1,4 +1,4 @@
-"""The report of a container that runs one command and ends."""
+"""What the commands share that a pod with the keys of a store runs: the store, and the report at the end."""
 
 from __future__ import annotations
 
@@ -6,10 +6,28 @@ import json
 import sys
 from pathlib import Path
 
+from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import HoldfastError
+from holdfast_core.store.s3.client import S3Client
+from holdfast_core.store.s3.credentials import FileCredentials
+from holdfast_core.store.s3.store import S3ObjectStore
+from holdfast_core.store.tier import ObjectTier
 
 _MESSAGE_CHARACTERS = 2000
 """The kubelet keeps 4 KiB of a report."""
+
+
+def open_tier(store: str, store_dir: str) -> ObjectTier:
+    """Open a store with the keys that the pod mounts. The caller closes it. Raises HoldfastError.
+
+    Args:
+        store: `StoreConfig` as JSON.
+        store_dir: Directory with the credentials.
+    """
+    config = StoreConfig.from_json(store)
+    credentials = FileCredentials(store_dir)
+    client = S3Client(config, credentials, ca_file=credentials.ca_file)
+    return ObjectTier(S3ObjectStore(client), config.prefix, readers=config.max_concurrency)
 
 
 def write_report(text: str, path: Path) -> bool:
