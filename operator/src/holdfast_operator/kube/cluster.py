@@ -22,9 +22,11 @@ from holdfast_core.api import (
     GANGS,
     GROUP,
     VERSION,
+    ApiModel,
     Checkpoint,
     CheckpointStore,
     Gang,
+    merge_patch,
 )
 from holdfast_core.clock import Clock, stamp
 from holdfast_core.errors import HoldfastError
@@ -212,6 +214,11 @@ class Cluster:
         metadata = {"resourceVersion": resource_version}
         body = {"apiVersion": API_VERSION, "status": status, "metadata": metadata}
         return await self._patch(f"{_path(kind, namespace, name)}/status", body)
+
+    async def write_status(self, read: Checkpoint | CheckpointStore, status: ApiModel) -> None:
+        """Write the status of an object as it was read. Raises ConflictError if it has changed since."""
+        version, patch = read.resource_version, merge_patch(status)
+        await self.patch_status(read.KIND, read.namespace, read.name, version, patch)
 
     async def delete(
         self,

@@ -16,13 +16,11 @@ from typing import Any, assert_never
 
 from holdfast_core import logs
 from holdfast_core.api import (
-    Checkpoint,
     CheckpointAdoption,
     CheckpointPhase,
     CheckpointStore,
     Gang,
     TrainingJob,
-    merge_patch,
 )
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
@@ -355,13 +353,7 @@ class Controller:
             status = imported(checkpoint, self._now())
             if status is not None:
                 with suppress(ConflictError):
-                    await self._cluster.patch_status(
-                        Checkpoint.KIND,
-                        checkpoint.namespace,
-                        checkpoint.name,
-                        checkpoint.resource_version,
-                        merge_patch(status),
-                    )
+                    await self._cluster.write_status(checkpoint, status)
 
     def _incomplete(self, key: Key, job: Gang, applied: Applied) -> IncompletePass:
         """Log what was not carried out and return the error that the caller raises.

@@ -16,7 +16,6 @@ from holdfast_core.api import (
     CheckpointCondition,
     CheckpointPhase,
     CheckpointStore,
-    merge_patch,
 )
 from holdfast_core.clock import Clock
 from holdfast_core.names import first_of, job_prefix
@@ -299,13 +298,7 @@ async def write_phase(
         reason=reason,
         message=message,
     )
-    await cluster.patch_status(
-        Checkpoint.KIND,
-        checkpoint.namespace,
-        checkpoint.name,
-        checkpoint.resource_version,
-        merge_patch(status),
-    )
+    await cluster.write_status(checkpoint, status)
 
 
 def _command(store: CheckpointStore, wanted: Deletion, run: int) -> StoreCommand:
@@ -327,7 +320,7 @@ def _failure(state: CommandState) -> str | None:
     assert not isinstance(state, CommandUnderway)
     if isinstance(state.data.get("deleted"), int):
         return None
-    return f"{state.text('error')}: {state.text('message')}"[:1000]
+    return (state.problem or "the report says neither what was deleted nor why not")[:1000]
 
 
 def _never_starts(state: CommandState) -> bool:

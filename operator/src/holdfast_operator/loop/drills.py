@@ -31,7 +31,6 @@ from holdfast_core.api import (
     DrillStatus,
     StoreDrills,
     changed,
-    merge_patch,
 )
 from holdfast_core.clock import Clock
 from holdfast_core.contract import MAX_DRILL_RANKS, DrillContract, DrillExit
@@ -376,13 +375,7 @@ class Drills:
         """Write what a drill found. A pass that fails half way repeats it, because the pod is still there."""
         now = self._clock.utc_now()
         status = drilled_status(checkpoint, result, drills, _ranks(store, drills, checkpoint), now)
-        await self._cluster.patch_status(
-            Checkpoint.KIND,
-            checkpoint.namespace,
-            checkpoint.name,
-            checkpoint.resource_version,
-            merge_patch(status),
-        )
+        await self._cluster.write_status(checkpoint, status)
         await self._write(store, ended(store, result.verified is not None, now))
         self._metrics.drilled(
             store.namespace, store.name, result.exit, result.bytes, result.seconds
@@ -417,10 +410,4 @@ class Drills:
             )
 
     async def _write(self, store: CheckpointStore, drills: StoreDrills) -> None:
-        await self._cluster.patch_status(
-            CheckpointStore.KIND,
-            store.namespace,
-            store.name,
-            store.resource_version,
-            merge_patch(changed(store.status, drills=drills)),
-        )
+        await self._cluster.write_status(store, changed(store.status, drills=drills))

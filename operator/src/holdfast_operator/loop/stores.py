@@ -19,7 +19,6 @@ from holdfast_core.api import (
     StoreCondition,
     StoreFeatures,
     changed,
-    merge_patch,
 )
 from holdfast_core.clock import Clock
 from holdfast_core.names import LIST_ANNOTATION
@@ -233,13 +232,7 @@ class Stores:
 
     async def _write(self, store: CheckpointStore, result: ProbeResult) -> None:
         status = store_status(store, result, self._clock.utc_now())
-        await self._cluster.patch_status(
-            CheckpointStore.KIND,
-            store.namespace,
-            store.name,
-            store.resource_version,
-            merge_patch(status),
-        )
+        await self._cluster.write_status(store, status)
         if store.available is result.available:
             return
         logs.info(

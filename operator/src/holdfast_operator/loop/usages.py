@@ -27,7 +27,6 @@ from holdfast_core.api import (
     StoreCondition,
     UsageStatus,
     changed,
-    merge_patch,
     parse_duration,
     parse_quantity_bytes,
     size_text,
@@ -128,8 +127,8 @@ def with_listing(
     usage, problem = None, ""
     if isinstance(result, CommandFailed):
         problem = result.message
-    elif "error" in result.data:
-        problem = f"{result.text('error')}: {result.text('message')}"
+    elif result.problem is not None:
+        problem = result.problem
     else:
         try:
             usage = _usage(result.data, location(store), names, now)
@@ -438,9 +437,7 @@ class Usages:
         ]
 
     async def _write(self, store: CheckpointStore, status: CheckpointStoreStatus) -> None:
-        await self.cluster.patch_status(
-            store.KIND, store.namespace, store.name, store.resource_version, merge_patch(status)
-        )
+        await self.cluster.write_status(store, status)
         for kind, good in ((StoreCondition.LISTED, True), (StoreCondition.QUOTA_PRESSURE, False)):
             old, new = store.status.condition(kind), status.condition(kind)
             before = None if old is None else (old.status, old.reason)

@@ -6,7 +6,7 @@ termination message, of which Kubernetes keeps 4 KiB.
 
 A new kind of command takes three steps:
 
-1. A command of `holdfast-sidecar` that ends with `termination.write_report`, as `process/store_drill.py`
+1. A command of `holdfast-sidecar` that ends with `store_command.write_report`, as `process/store_drill.py`
    does. A failure is a report too: `{"error": ..., "message": ...}`.
 2. A `StoreVerb`, and a function that returns the `StoreCommand` of an owner. The owner is the object that
    is meant: a CheckpointStore, a TrainingJob or a CheckpointAdoption. Kubernetes deletes the pod with it. A
@@ -108,6 +108,11 @@ class CommandReport:
     """The pod has ended and has written this JSON object. Its content is not checked."""
 
     data: Mapping[str, Any]
+
+    @property
+    def problem(self) -> str | None:
+        """Why the command failed, or None if it did what it was to do."""
+        return f"{self.text('error')}: {self.text('message')}" if "error" in self.data else None
 
     def text(self, key: str) -> str:
         """Return a text of the report, or "" if it has none of this name."""
