@@ -178,9 +178,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="train from spec.restoreFrom, or from step 0, and give up what was trained since",
     )
-    restart.add_argument(
-        "-y", "--yes", action="store_true", help="do not ask (needed without a terminal)"
-    )
+    _add_yes(restart)
     restart.set_defaults(run=_restart)
     restore_ = verbs.add_parser(
         "restore",
@@ -206,9 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     restore_.add_argument(
         "--dry-run", action="store_true", help="print the new job as JSON and create nothing"
     )
-    restore_.add_argument(
-        "-y", "--yes", action="store_true", help="do not ask (needed without a terminal)"
-    )
+    _add_yes(restore_)
     restore_.set_defaults(run=restore)
     for verb in (status, checkpoints, save, prune, verify, imports, restart, restore_):
         _add_place(verb, argparse.SUPPRESS)
@@ -235,6 +231,12 @@ def _add_place(parser: argparse.ArgumentParser, default: str | None) -> None:
         "--context",
         default=default,
         help="context of the kubeconfig (default: the active one)",
+    )
+
+
+def _add_yes(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "-y", "--yes", action="store_true", help="do not ask (needed without a terminal)"
     )
 
 

@@ -16,6 +16,7 @@ from holdfast.convert.safetensors_files import read_model
 from holdfast.convert.selection import CASTS
 from holdfast.convert.torch_files import read_dcp, read_torch
 from holdfast_core.errors import ConfigError, FormatError, HoldfastError
+from holdfast_core.names import first_of
 
 VERBS = ("export", "import", "merge")
 _SHOWN_ENTRIES = 8
@@ -129,9 +130,7 @@ def _merge_text(report: MergeReport, arguments: argparse.Namespace) -> str:
     lines = [f"merged {report.tensors} tensors of {arguments.entry} into {arguments.to}\n"]
     for source, weight in zip(report.sources, report.shares, strict=True):
         lines.append(f"  {weight:.6f}  {source}\n")
-    left_out = ", ".join(report.left_out[:_SHOWN_ENTRIES]) or "none"
-    if len(report.left_out) > _SHOWN_ENTRIES:
-        left_out += f" and {len(report.left_out) - _SHOWN_ENTRIES} more"
+    left_out = first_of(report.left_out, _SHOWN_ENTRIES) or "none"
     lines.append(
         f"not merged: other entries of the state ({left_out}); a merge has no optimizer state, no generators "
         "and no data position\n"
