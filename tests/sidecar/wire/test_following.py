@@ -239,6 +239,20 @@ async def test_a_request_to_a_frozen_coordinator_does_not_hold_up_the_next_one()
 # --------------------------------------------------------------------------- the release of a relay
 
 
+async def test_a_new_coordinator_takes_no_plan_that_was_made_for_others() -> None:
+    """A relay may still hold its last request, and passes on what the new coordinator has for its group."""
+    async with following(worker=3) as world:
+        world.board.publish(plan("a", 4))
+        await world.takes(4)
+        await until(lambda: len(world.asked) == 2, "the request that the relay holds")
+        of_relay, world.board = world.board, PlanBoard(ROUND)
+        world.current.state = accepted(replace(GANG, version=2, coordinator=Worker(3)), worker=3)
+        of_relay.publish(plan("b", 9))
+        world.board.publish(plan("b", 2, write=Step(7)))
+        await world.takes(4, 2)
+        assert world.asked[2] == (3, 0, "a", 4), "what its own coordinator is asked for"
+
+
 async def test_a_relay_is_released_when_its_group_knows_it() -> None:
     async with following(worker=3) as world:
         world.board.publish(plan("a", 1, released=True))

@@ -229,7 +229,12 @@ class Follower:
                 await self._carry_out(plan, state.accepted, state.worker)
 
     async def _newer(self, accepted: Round, worker: Worker) -> Plan | None:
-        """Return a newer plan. None if there is none, or another ROUND has been accepted meanwhile."""
+        """Return a newer plan. None if there is none, or if the request's coordination is over.
+
+        A request of this worker that a relay still holds when this worker becomes the coordinator is answered
+        with the plan that the new coordinator has for the others. Its versions are counted apart from those
+        of the own plan, so the worker would take its own plan for an older one and never carry it out.
+        """
         known = self.board.plan
         if worker == accepted.coordinator:
             coming = self._own_plan(worker, known.coordinator, known.version, _POLL_SECONDS)
@@ -241,7 +246,7 @@ class Follower:
             await asyncio.wait((request, over), return_when=asyncio.FIRST_COMPLETED)
             # A coordinator that is sealed, too, answers. A request that is cancelled costs its connection.
             await asyncio.wait((request,), timeout=_ANSWER_SECONDS)
-            if not request.done():
+            if over.done() or not request.done():
                 return None
             plan = request.result()
         finally:
