@@ -25,13 +25,24 @@ from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.net.tls import peer_dns_name
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.model import labels
-from holdfast_operator.model.ownership import PROBE_PREFIX
+from holdfast_operator.model.ownership import StoreVerb
 from holdfast_operator.sidecars.certificates import KeyPair
 from holdfast_operator.watch.cache import LEASES_PATH
 from holdfast_operator.watch.reflector import Collection, Reflector
 
 _CONCURRENT = 24
-_PROBED = json.dumps({"available": True, "reason": "Probed", "message": "ok", "features": {}})
+_PROBED = {"available": True, "reason": "Probed", "message": "ok", "features": {}}
+_LISTED = {
+    "bytes": 0,
+    "objects": 0,
+    "checkpoints": 0,
+    "orphans": {},
+    "swept": {"objects": 0, "bytes": 0},
+    "namespaces": [],
+    "jobs": [],
+}
+_REPORTS = {f"store-{StoreVerb.PROBE}": _PROBED, f"store-{StoreVerb.USAGE}": _LISTED}
+"""Termination messages of the pods that run a command in a store, by their component."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,7 @@ class Pod:
     name: str
     uid: str
     job: str
+    component: str
     worker: int
     birth_round: int
     node: str
@@ -75,6 +87,7 @@ def read(raw: Mapping[str, Any]) -> Pod:
         meta["name"],
         meta["uid"],
         owner["uid"],
+        marks.get(labels.COMPONENT, ""),
         int(marks.get(labels.WORKER, -1)),
         int(marks.get(labels.BIRTH_ROUND, -1)),
         spec.get("nodeName") or "",
@@ -187,7 +200,7 @@ class Kubelets:
         self.pods[new.uid] = new
         if new.node in self.cut_off:
             return
-        if new.deleting or not new.node or (new.name.startswith(PROBE_PREFIX) and old is None):
+        if new.deleting or not new.node or (new.component in _REPORTS and old is None):
             self._queue.put_nowait(new)
 
     async def _work(self) -> None:
@@ -210,9 +223,10 @@ class Kubelets:
             return
         if pod.phase != "Pending" or pod.uid not in self.pods:
             return
-        if pod.name.startswith(PROBE_PREFIX):
-            ended = {"exitCode": 0, "message": _PROBED, "reason": "Completed"}
-            container = {**_container("probe"), "ready": False, "state": {"terminated": ended}}
+        if (report := _REPORTS.get(pod.component)) is not None:
+            ended = {"exitCode": 0, "message": json.dumps(report), "reason": "Completed"}
+            name = pod.component.removeprefix("store-")
+            container = {**_container(name), "ready": False, "state": {"terminated": ended}}
             status = {"phase": "Succeeded", "containerStatuses": [container]}
             await self._api.patch(f"{pod.path}/status", {"status": status})
             return
