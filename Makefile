@@ -271,7 +271,7 @@ bench-merge: sync ## a merge of ten checkpoints against reading them, into bench
 	$(PY) -m benchmarks.merge $(BENCH)
 
 .PHONY: bench-objects
-bench-objects: sync ## plan of the retention and memory for 10,000 Checkpoints of one job, into benchmarks/results/objects.json
+bench-objects: tools ## plan of the retention and memory of the operator for 10,000 Checkpoints of one job, into benchmarks/results/objects.json
 	$(PY) -m benchmarks.objects
 
 .PHONY: bench-integrations

@@ -139,8 +139,9 @@ RUNNING = condition(JobCondition.RUNNING, True, Reason.TRAINING)
     ("running", "coordinator", "seconds", "calls"),
     [
         pytest.param(True, silent(pod(0)), 0.0, False, id="not answered yet"),
-        pytest.param(True, None, 0.0, False, id="not called yet"),
-        pytest.param(True, silent(pod(0)), 11.0, True, id="not answered for long"),
+        pytest.param(True, None, 0.0, False, id="without an address yet"),
+        pytest.param(True, None, 11.0, True, id="without an address for long"),
+        pytest.param(True, silent(pod(0)), 300.0, False, id="its call waits for a slot for long"),
         pytest.param(True, silent(pod(0), 990.0), 0.0, True, id="unreachable"),
         pytest.param(True, sidecar(pod(0), 1), 0.0, True, id="answers, but not as coordinator"),
         pytest.param(False, silent(pod(0)), 0.0, True, id="the gang starts"),

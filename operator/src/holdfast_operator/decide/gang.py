@@ -228,17 +228,21 @@ def awaits_coordinator(world: World) -> bool:
     """Return whether a new operator process still waits for the coordinator of a gang that trains.
 
     Its state says which ROUND the members have accepted (ADR 0005). Without it, every new process would seal
-    each member of each gang again and send it the ROUND that it has.
+    each member of each gang again and send it the ROUND that it has. The first calls of a thousand
+    coordinators wait for call slots, for longer on a slow machine. So no time ends the wait for one that has
+    an address: it is called in its turn, and then it answers, or it becomes unreachable.
     """
     current = world.coordinator_member()
-    return (
-        world.status.is_true(JobCondition.RUNNING)
-        and world.coordinator is None
-        and current is not None
-        and current.alive
-        and (current.sidecar is None or current.sidecar.reachable is Reachable.UNKNOWN)
-        and world.seconds_since(world.memory.round_seen_at) < COORDINATOR_SILENT_SECONDS
-    )
+    if (
+        not world.status.is_true(JobCondition.RUNNING)
+        or world.coordinator is not None
+        or current is None
+        or not current.alive
+    ):
+        return False
+    if current.sidecar is None:
+        return world.seconds_since(world.memory.round_seen_at) < COORDINATOR_SILENT_SECONDS
+    return current.sidecar.reachable is Reachable.UNKNOWN
 
 
 # --------------------------------------------------------------------------- copies
