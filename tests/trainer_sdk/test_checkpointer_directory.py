@@ -9,6 +9,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +28,7 @@ from tests.support.trainer.launched import (
     committed_step,
     is_alive,
     persisters_of,
+    stop,
     until,
 )
 
@@ -300,6 +304,42 @@ def test_saves_continue_after_a_save_that_gave_up_waiting_for_a_persister(
 
         until(saved, "a save after that")
     assert committed_step(tmp_path / "ckpt") == 3
+
+
+@pytest.mark.fault(
+    "The process that writes a folder ends while the last save waits for a free slot, and cannot start"
+)
+def test_a_save_that_waits_for_a_slot_ends_when_no_persister_can_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_STARTING_SECONDS", 0.0)
+    state, thread = {"t": torch.ones(4)}, threading.get_ident()
+    directory = holdfast.Folder(tmp_path / "ckpt", slots=2)
+
+    def end_persister() -> None:
+        until(lambda: "acquire" in function_names(thread), "a save that waits for a slot")
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        for pid in persisters_of(os.getpid(), tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+    with holdfast.Checkpointer(directory, interval_steps=0) as ckpt, ThreadPoolExecutor(1) as other:
+        ckpt.save(1, state).wait("local", timeout=HANG_SECONDS)
+        for pid in persisters_of(os.getpid(), tmp_path):
+            stop(pid)
+        for step in (2, 3):  # each takes a slot, which the stopped persister does not free
+            assert ckpt.save(step, state).failure is None
+        ended = other.submit(end_persister)
+        began = time.monotonic()
+        failure = ckpt.save(4, state, is_last=True).failure
+        assert time.monotonic() - began < HANG_SECONDS
+        ended.result()
+    assert "has not replied" in (failure or ""), failure
+
+
+def function_names(thread: int) -> set[str]:
+    """Return the names of the functions that a thread of this process is in."""
+    frame = sys._current_frames().get(thread)
+    return {entry.name for entry in traceback.extract_stack(frame)} if frame else set()
 
 
 def test_a_persister_that_cannot_start_is_not_waited_for(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from holdfast.base.handle import SaveHandle
 from holdfast.checkpoint.decisions import SaveDecisions
 from holdfast.checkpoint.status import SaveStatus
 from holdfast.connection.session import Session
-from holdfast.places.place import Place, wait_connected
+from holdfast.places.place import Outage, Place, wait_connected
 from holdfast.slots.capacity import node_room_warning
 from holdfast.slots.device import CudaDevice, DeviceCopies, PendingCopies
 from holdfast.slots.staging import Copier, Slot, SlotRing
@@ -120,10 +120,12 @@ class Saver:
         state: Mapping[str, Any],
         wait_seconds: float,
         metrics: Mapping[str, float] = NO_METRICS,
+        while_busy: Callable[[], object] = lambda: None,
     ) -> bool:
         """Copy the state as it is now. Return False when no slot became free within `wait_seconds`.
 
-        `metrics` are saved with the state: `holdfast merge` weights checkpoints by them.
+        `metrics` are saved with the state: `holdfast merge` weights checkpoints by them. `while_busy` is
+        called repeatedly while all slots are busy, and its exception ends the wait.
 
         A device may continue its copies after this returns. The slot is then handed over later, and the
         handle reports a failure. Raises UnavailableError, CapacityError, UnsupportedStateError or
@@ -134,7 +136,7 @@ class Saver:
         snapshot, plan = self._read(state, metrics)
         self._layouts.ensure(plan.layout, plan.layout_digest)
         self.ensure_slots(plan.payload_bytes, handle.round)
-        slot = self._ring.acquire(wait_seconds)
+        slot = self._ring.acquire(wait_seconds, while_busy)
         if slot is None:
             return False
         stage = Stage(
@@ -387,7 +389,15 @@ class Saves:
 
     def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
         metrics = self._status.progress.metrics if self._session.rank == 0 else NO_METRICS
-        if self._saver.save(handle, state, wait_seconds, metrics):
+        outage: Outage | None = None
+
+        def while_busy() -> None:
+            """Raise if the process that would free a slot has ended, with no other to follow."""
+            nonlocal outage
+            outage = outage or Outage(self._session, self._place)
+            outage.expect_end()
+
+        if self._saver.save(handle, state, wait_seconds, metrics, while_busy):
             self._status.handed_over(handle)
             return
         self._status.found_no_slot = True

@@ -229,20 +229,45 @@ def wait_connected(
     """
     began = time.monotonic()
     log_at = began + _LOG_AFTER_SECONDS
+    outage = Outage(session, place)
     while not session.wait_connected(min(_POLL_SECONDS, longest_seconds)):
         if time.monotonic() - began >= longest_seconds:
             raise UnavailableError(f"there is no connection to {place.traits.peer}")
         if time.monotonic() >= log_at:
             logger.warning("still waiting for a reply of %s", place.traits.peer)
             log_at = math.inf
-        error = place.reason_to_give_up(session, time.monotonic() - began)
-        if error is not None:
+        try:
+            outage.expect_end()
+        except HoldfastError:
             if may_close:
                 session.close()
+            raise
+    return session.current_round
+
+
+class Outage:
+    """The time for which a session has had no connection, as seen by a caller that waits for its peer."""
+
+    def __init__(self, session: Session, place: Place) -> None:
+        self._session = session
+        self._place = place
+        self._began: float | None = None
+
+    def expect_end(self) -> None:
+        """Raise a HoldfastError if the place knows that no connection can be expected any more.
+
+        Call it repeatedly while waiting: the outage is as long as the calls without a connection.
+        """
+        if self._session.is_connected:
+            self._began = None
+            return
+        now = time.monotonic()
+        self._began = now if self._began is None else self._began
+        error = self._place.reason_to_give_up(self._session, now - self._began)
+        if error is not None:
             try:
-                raise error from session.hello_error
+                raise error from self._session.hello_error
             finally:
                 # The error refers to this frame and its callers by its traceback. If the frame referred to
                 # the error, the state of a restore would stay in memory until the next garbage collection.
                 del error
-    return session.current_round

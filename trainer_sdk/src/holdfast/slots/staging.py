@@ -380,11 +380,13 @@ class SlotRing:
         """Return whether `acquire` would find a slot now. Only this rank's own saves acquire slots."""
         return any(slot.header().state is SlotState.FREE or slot.is_lost() for slot in self._slots)
 
-    def acquire(self, wait_seconds: float = 0.0) -> Slot | None:
+    def acquire(
+        self, wait_seconds: float = 0.0, while_busy: Callable[[], object] = lambda: None
+    ) -> Slot | None:
         """Return a FREE slot, or None when all slots stay busy for `wait_seconds`.
 
-        The slot that was used last is chosen only if no other one is free. Raises CapacityError: see
-        `ensure`.
+        The slot that was used last is chosen only if no other one is free. `while_busy` is called again and
+        again during the wait, which ends with its exception. Raises CapacityError: see `ensure`.
         """
         self._join()
         deadline = time.monotonic() + wait_seconds
@@ -395,6 +397,7 @@ class SlotRing:
                     return slot
             if time.monotonic() >= deadline:
                 return None
+            while_busy()
             time.sleep(_POLL_SECONDS)
 
     def find(self, name: str) -> Slot:
