@@ -21,7 +21,7 @@ from typing import Any
 from holdfast.connection.session import Session
 from holdfast.gang.agreement import Proposals, StepAgreement
 from holdfast.gang.store import GangStore, open_store
-from holdfast_core.ids import JobUid, Rank, RestartRound
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.schema import SaveRequested
 
 ROUND = RestartRound(0)
@@ -93,7 +93,7 @@ def measure(world_size: int, port: int) -> dict[str, Any]:
         one.poll()
     poll_seconds = time.perf_counter() - began
 
-    sessions[0].push(SaveRequested(ROUND, "benchmark"))
+    sessions[0].push(SaveRequested(ROUND, Step(STEPS + 1)))
     ranks[0].after_step(STEPS + 1)
     began = time.perf_counter()
     for one in proposals:

@@ -114,10 +114,10 @@ def test_requests_to_save_and_to_stop_are_followed(sidecar: WatchedSidecar) -> N
         for index in ckpt.steps(100, state):
             done.append(index)
             if index == 4:
-                sidecar.request_save("t1")
-                until(lambda: ckpt._session.requests._save, "the push")
+                sidecar.request_save()
+                until(lambda: ckpt._session.requests._save_from is not None, "the push")
             if index == 6:
-                sidecar.request_stop("t2")
+                sidecar.request_stop()
                 until(lambda: ckpt._session.requests.stop, "the push")
         assert ckpt.stopping
     assert done[-1] == 6

@@ -16,8 +16,8 @@ from holdfast_core.messages.schema import (
     Progress,
     Refusal,
     Refused,
-    SaveRequested,
     Stage,
+    StoreAddress,
 )
 from holdfast_core.messages.socket_frames import (
     MESSAGES,
@@ -141,6 +141,6 @@ def test_only_messages_of_the_socket_are_sent() -> None:
     with pytest.raises(FormatError, match="not a message"):
         write_frame(UnknownMessage("x"))
     with pytest.raises(FormatError, match="at most"):
-        write_frame(SaveRequested(RestartRound(0), "x" * (1 << 20)))
+        write_frame(StoreAddress(RestartRound(0), 1, "x" * (1 << 20)))
     assert all(name == cls.__name__ for name, cls in MESSAGES.items())
     assert json.loads(write_frame(STAGE, 1)[4:])["type"] == "Stage"

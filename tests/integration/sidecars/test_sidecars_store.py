@@ -178,15 +178,33 @@ async def test_save_now_reaches_rank_0_once_and_what_it_saves_is_persisted(
         ask = GangRequest(RestartRound(0), "token-1")
         for _ in range(2):
             await gang.operator.call(0, "/v1/save-now", ask, Ok)
-        wanted = SaveRequested(RestartRound(0), "token-1")
+        wanted = SaveRequested(RestartRound(0), Step(8))
         await until(lambda: wanted in gang.ranks[0].pushed, "SaveRequested")
         await gang.operator.call(0, "/v1/stop", GangRequest(RestartRound(0), "token-2"), Ok)
-        stop = SaveRequested(RestartRound(0), "token-2", stops=True)
+        stop = SaveRequested(RestartRound(0), Step(8), stop=True)
         await until(lambda: stop in gang.ranks[0].pushed, "the stop is requested")
         assert gang.ranks[0].pushed.count(wanted) == 1
         assert not [m for m in gang.ranks[1].pushed if isinstance(m, SaveRequested)]
         await gang.commit(9, Level.PERSISTED)
         await gang.operator.state_until(0, persisted(9), "step 9 persisted")
+
+
+@pytest.mark.fault("Two saves are requested before the first request has reached rank 0")
+async def test_one_save_fulfils_two_requests_in_quick_succession(
+    gangs: Gangs, store: dict[str, Any]
+) -> None:
+    async with gangs(2, **store) as gang:
+        await gang.start(policy=Policy(interval_steps=100, peer_copies=1))
+        for rank in gang.ranks.values():
+            rank.progress(7)
+        await gang.operator.state_until(0, lambda s: s.running, "running")
+        asks = [GangRequest(RestartRound(0), f"token-{n}") for n in range(2)]
+        await asyncio.gather(*(gang.operator.call(0, "/v1/save-now", ask, Ok) for ask in asks))
+        wanted = SaveRequested(RestartRound(0), Step(8))
+        await until(lambda: wanted in gang.ranks[0].pushed, "SaveRequested")
+        await gang.commit(8, Level.PERSISTED)
+        await gang.operator.state_until(0, persisted(8), "step 8 persisted")
+        assert gang.ranks[0].pushed.count(wanted) == 1
 
 
 async def test_the_gang_finishes_once_the_operator_has_recorded_the_last_step(

@@ -250,6 +250,25 @@ def test_requests_of_one_moment_share_one_save() -> None:
     assert {(a.name, step_of(a)) for a in records} == {(f"object-{n:05}", 45) for n in range(4)}
 
 
+@pytest.mark.fault("Two saves are requested before the first request has reached rank 0")
+def test_one_save_fulfils_requests_between_which_a_step_was_finished() -> None:
+    first = decide(training(requests(1)), now())
+    both = (named(request(phase="InProgress"), 0), named(request(), 1))
+    observed = training(both, first.memory)
+    assert observed.coordinator is not None
+    coordinator = replace(observed.coordinator, progress=progress_of(45, 44))
+    second = decide(replace(observed, coordinator=coordinator), now(1001.0))
+    (ask,) = of_kind(second.actions, "call /v1/save-now")
+    assert ask.message.token == "object-00001", "step 45 was finished before it was requested"
+
+    saved = PersistedStep(step=Step(46), round=ROUND, manifest=manifest_digest(46, 2))
+    observed = training(both, second.memory)
+    job = changed(observed.job, status=changed(observed.job.status, last_persisted=saved))
+    records = of_kind(decide(replace(observed, job=job), now(1002.0)).actions, "change Checkpoint")
+    found = {(a.name, step_of(a), status_of(a).phase) for a in records}
+    assert found == {(f"object-{n:05}", 46, "Committed") for n in range(2)}
+
+
 @pytest.mark.parametrize(
     ("failed", "written_again"),
     [pytest.param(True, True, id="it failed"), pytest.param(False, False, id="it succeeded")],

@@ -87,12 +87,24 @@ async def test_a_change_makes_a_newer_plan_and_no_change_none() -> None:
 
 async def test_a_request_is_passed_on_once() -> None:
     async with running() as world:
-        assert world.plans.request(SAVE_NOW, GangRequest(ROUND, "one"))
-        assert not world.plans.request(SAVE_NOW, GangRequest(ROUND, "one"))
-        assert world.plans.request(STOP, GangRequest(ROUND, "two"))
+        assert world.plans.request(SAVE_NOW, GangRequest(ROUND, "one"), Step(7))
+        assert not world.plans.request(SAVE_NOW, GangRequest(ROUND, "one"), Step(9))
         await asyncio.sleep(0)
         plan = await world.of(OWN)
-        assert (plan.save, plan.stop) == ("one", "two")
+        assert (plan.save_from, plan.stop) == (8, False)
+        assert world.plans.request(STOP, GangRequest(ROUND, "two"), Step(9))
+        await asyncio.sleep(0)
+        plan = await world.of(OWN)
+        assert (plan.save_from, plan.stop) == (8, True)
+
+
+@pytest.mark.fault("Two saves are requested before the first request has reached rank 0")
+async def test_requests_in_quick_succession_ask_for_one_save_that_fulfils_both() -> None:
+    async with running() as world:
+        for token, after in (("one", 7), ("two", 8), ("late", 7)):
+            assert world.plans.request(SAVE_NOW, GangRequest(ROUND, token), Step(after))
+        await asyncio.sleep(0)
+        assert (await world.of(OWN)).save_from == 9
 
 
 @pytest.mark.fault("A worker does not answer its release while the coordinator could end")

@@ -102,6 +102,18 @@ def test_an_upload_that_was_requested_takes_no_multiple_away() -> None:
     assert queued(ledger, asked, 10, 17, 18, 20) == [10, 17, 20]
 
 
+def test_each_request_has_the_first_step_above_it_uploaded() -> None:
+    """A later request takes the save of an earlier one not away, and one save may fulfil both."""
+    ledger = new_ledger()
+    asked = uploads(ledger, every=100, restored=5, last=RestorePoint(Step(5), RestartRound(0)))
+    asked.ask_after(Step(7))
+    asked.ask_after(Step(8))
+    assert queued(ledger, asked, 8, 9, 10) == [8, 9]
+    asked.ask_after(Step(11))
+    asked.ask_after(Step(12))
+    assert queued(ledger, asked, 13, 14) == [13]
+
+
 ROUND_0 = RestorePoint(Step(20), RestartRound(0))
 
 

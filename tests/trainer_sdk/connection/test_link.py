@@ -26,6 +26,7 @@ from holdfast_core.messages.schema import (
     RestoreReply,
     SaveRequested,
     ShardFile,
+    StoreAddress,
 )
 from holdfast_core.messages.socket_frames import receive_frame, send_frame, write_frame
 
@@ -147,9 +148,9 @@ def test_an_exception_does_not_end_the_thread(
         answer(connection)
         first.result(60)
     if where == "push":
-        send_frame(connection, SaveRequested(ROUND, "lost"), 0)
-    send_frame(connection, SaveRequested(ROUND, "kept"), 0)
-    until(lambda: [m.token for m in events.pushed] == ["kept"], "the next push")
+        send_frame(connection, SaveRequested(ROUND, Step(1)), 0)
+    send_frame(connection, SaveRequested(ROUND, Step(2)), 0)
+    until(lambda: [m.save_from for m in events.pushed] == [2], "the next push")
     last = link.submit(Restore(ROUND, Rank(0)))
     answer(connection)
     assert last.result(60) == RestoreReply(RestorePoint(Step(7), ROUND))
@@ -186,7 +187,7 @@ def test_a_message_that_cannot_be_queued_fails_at_once(other: Other, link: Link)
     assert link.wait_connected(60)
     futures = []
     while not (futures and futures[-1].done()):  # the peer reads nothing
-        futures.append(link.submit(SaveRequested(ROUND, "x" * 500_000)))
+        futures.append(link.submit(StoreAddress(ROUND, 1, "x" * 500_000)))
     with pytest.raises(RefusedError, match="wait to be sent to the other side"):
         futures[-1].result()
 

@@ -11,7 +11,7 @@ from tests.support.trainer.polled import PolledByHand
 from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement, Verdict
 from holdfast.gang.store import GangStore
-from holdfast_core.ids import JobUid, Rank, RestartRound
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.schema import SaveRequested
 
 ROUND = RestartRound(0)
@@ -57,12 +57,26 @@ def test_a_single_rank_follows_a_request_after_its_step() -> None:
     agreement = StepAgreement(session, None, None)
     agreement.begin(0, 0)
     assert agreement.after_step(1) == Verdict()
-    session.push(SaveRequested(ROUND, "a"))
-    session.push(SaveRequested(ROUND, "a"))
+    session.push(SaveRequested(ROUND, Step(2)))
+    session.push(SaveRequested(ROUND, Step(2)))
     assert agreement.after_step(2) == Verdict(save=True)
+    session.push(SaveRequested(ROUND, Step(2)))  # after a new connection
     assert agreement.after_step(3) == Verdict()
-    session.push(SaveRequested(ROUND, "b", stops=True))
+    session.push(SaveRequested(ROUND, Step(2), stop=True))
     assert agreement.after_step(4) == Verdict(stop=True)
+
+
+@pytest.mark.fault("A save is requested while another rank is a step ahead of rank 0")
+def test_a_request_waits_for_the_steps_that_other_ranks_had_done() -> None:
+    """A save of an earlier step would not have what had been trained when the save was requested."""
+    (session,) = sessions(1)
+    agreement = StepAgreement(session, None, None)
+    agreement.begin(0, 0)
+    session.push(SaveRequested(ROUND, Step(1)))
+    session.push(SaveRequested(ROUND, Step(3)))  # a second request, before the first one is met
+    assert [agreement.after_step(step).save for step in range(1, 5)] == [False, False, True, False]
+    session.push(SaveRequested(ROUND, Step(6)))
+    assert [agreement.after_step(step).save for step in range(5, 8)] == [False, True, False]
 
 
 events = st.lists(
@@ -79,12 +93,12 @@ def test_every_rank_comes_to_the_same_decision(
     gang = Gang(3)
     saved = stopped = 0
     for step, order in enumerate(orders, start=1):
-        for number, (what, rank, at) in enumerate(asked):
+        for what, rank, at in asked:
             if at == step:
                 if what == "save":
-                    gang.sessions[0].push(SaveRequested(ROUND, f"{number}"))
+                    gang.sessions[0].push(SaveRequested(ROUND, Step(step + rank)))
                 elif what == "stop":
-                    gang.sessions[0].push(SaveRequested(ROUND, f"{number}", stops=True))
+                    gang.sessions[0].push(SaveRequested(ROUND, stop=True))
                 else:
                     gang.sessions[rank].requests.request_stop()
         verdict = gang.after_step(step, order)
@@ -93,7 +107,11 @@ def test_every_rank_comes_to_the_same_decision(
         if stopped:
             break
     stops = [at for what, _, at in asked if what != "save"]
-    saves = [at for what, _, at in asked if what == "save" and at < (min(stops) if stops else 99)]
+    saves = [
+        at + ahead
+        for what, ahead, at in asked
+        if what == "save" and at < (min(stops) if stops else 99)
+    ]
     # A request may have to wait for the step that was named for the request before it.
     assert not stops or min(stops) < stopped <= min(stops) + 7
     assert not saves or saved >= max(saves) or stopped >= max(saves)
@@ -164,7 +182,7 @@ def test_a_request_without_the_secret_is_ignored() -> None:
 
 def test_repeated_steps_are_agreed_on_again() -> None:
     gang = Gang(2, interval_steps=2)
-    gang.sessions[0].push(SaveRequested(ROUND, "a"))
+    gang.sessions[0].push(SaveRequested(ROUND, Step(1)))
     assert [gang.after_step(step).save for step in range(1, 4)] == [False, False, True]
     gang.ranks[1].veto(6, 6, 2)
     for rank in gang.ranks:

@@ -131,10 +131,10 @@ class Plan(Sparse):
     drop: Many[Step] = ()
     """Steps, of any round, that may be deleted from the node tier, copies for peers included. Their slots are
     freed, also those of saves that come later."""
-    save: Text = ""
-    """The newest token of a request to save. Rank 0 is asked once for each."""
-    stop: Text = ""
-    """The newest token of a request to save and stop."""
+    save_from: Step | None = None
+    """A save of this step or of a later one was requested. None: no save was requested in this round."""
+    stop: bool = False
+    """The gang was requested to save and stop."""
     released: bool = False
     """The sidecar may answer `Finish`."""
 

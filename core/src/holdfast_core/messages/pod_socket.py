@@ -257,12 +257,16 @@ class SaveFailed(Clipped):
 
 @dataclass(frozen=True, slots=True)
 class SaveRequested:
-    """Push to rank 0: save at the next step that all ranks can agree on."""
+    """Push to rank 0: all that was requested of the gang in this round. A repetition changes nothing.
+
+    All ranks save at the next step that they can agree on.
+    """
 
     round: RestartRound
-    token: Text
-    stops: bool = False
-    """Whether the training ends after that save."""
+    save_from: Step | None = None
+    """See Plan."""
+    stop: bool = False
+    """The training ends after a save."""
 
 
 @dataclass(frozen=True, slots=True)

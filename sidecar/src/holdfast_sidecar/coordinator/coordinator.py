@@ -236,10 +236,11 @@ class Coordinator:
         if path == END:
             self._end.end_job()
             path = STOP
-        if self._parts.plans.request(path, message):
-            progress, base = self._gathered.progress, self._parts.message.restore_point.step
-            known = (base, None if progress is None else progress.last)
-            self._uploads.ask_after(max((s for s in known if s is not None), default=Step(-1)))
+        progress, base = self._gathered.progress, self._parts.message.restore_point.step
+        known = (base, None if progress is None else progress.last)
+        after = max((s for s in known if s is not None), default=Step(-1))
+        if self._parts.plans.request(path, message, after):
+            self._uploads.ask_after(after)
         return Ok(message.round)
 
     async def prune(self, message: Prune) -> Ok:

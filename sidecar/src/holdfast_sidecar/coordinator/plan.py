@@ -348,8 +348,8 @@ def missing(wanted: Plan, known: Plan) -> Plan | None:
         upload=None if wanted.upload == known.upload else wanted.upload,
         manifests=wanted.manifests,
         drop=tuple(step for step in wanted.drop if step not in dropped),
-        save="" if wanted.save == known.save else wanted.save,
-        stop="" if wanted.stop == known.stop else wanted.stop,
+        save_from=None if wanted.save_from == known.save_from else wanted.save_from,
+        stop=wanted.stop and not known.stop,
         released=wanted.released and not known.released,
     )
     nothing = Plan(wanted.round, write=known.write, manifests=known.manifests)

@@ -71,7 +71,8 @@ class GangUploads:
         self.is_held = message.hold_uploads
         """Whether no upload is requested, because a quota of the store is reached."""
         self._round = message.round
-        self._after: Step | None = None
+        self._after = set[Step]()
+        """For each request to save that no committed step has fulfilled yet: the progress at that time."""
         self._since = _uploaded_before(message)
         """The step whose upload was requested last. Later multiples of the interval are due."""
         self._requested_at: float | None = None
@@ -102,7 +103,7 @@ class GangUploads:
 
     def ask_after(self, step: Step) -> None:
         """Persist the first step that is committed above this one, because a save was requested."""
-        self._after = step
+        self._after.add(step)
 
     def committed(self, step: Step) -> None:
         """Queue a step that has become local, if it is due."""
@@ -149,8 +150,8 @@ class GangUploads:
             and last.step >= step
         ):
             return False
-        if self._after is not None and step > self._after:
-            self._after = None
+        if fulfilled := {after for after in self._after if step > after}:
+            self._after -= fulfilled
             return True
         every, seconds = self._policy.object_every_steps, self._policy.object_every_seconds
         if (every, seconds) == (None, None):

@@ -25,7 +25,6 @@ from holdfast_core.messages.schema import (
     OVERTAKEN,
     DeadRank,
     Exited,
-    GangRequest,
     Interval,
     LevelReached,
     Ok,
@@ -50,7 +49,6 @@ from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.save.flow import Flow
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
-from holdfast_sidecar.wire.verbs import STOP
 
 KILLED = -9
 _VALUED_STEPS = 64
@@ -217,7 +215,8 @@ class RankNotices:
         self._current = current
         self._connections = connections
         self._released = asyncio.Event()
-        self._requests: list[SaveRequested] = []
+        self._requested: SaveRequested | None = None
+        """What rank 0 is requested to do in this round."""
         self._levels: dict[Step, LevelReached] = {}
         """The newest levels of this round."""
         self._overtaken: dict[Step, SaveFailed] = {}
@@ -225,9 +224,9 @@ class RankNotices:
 
     def level(self, reached: LevelReached) -> None:
         """Notify the ranks of a step's level."""
-        self._reached(reached)
-        if reached.level is Level.LOCAL:
-            self._requests = [request for request in self._requests if request.stops]
+        _remember(self._levels, reached.step, reached)
+        for connection in self._ranks():
+            self._push(connection, reached)
 
     def release(self) -> None:
         """End `released`: the pod may end."""
@@ -249,13 +248,14 @@ class RankNotices:
             for connection in self._ranks():
                 connection.push(failed)
 
-    def request(self, path: str, message: GangRequest) -> None:
-        """Send a save-now or stop request to rank 0. It is kept for a rank 0 that connects later."""
-        request = SaveRequested(message.round, message.token, stops=path == STOP)
-        if request in self._requests:
-            return
-        self._requests.append(request)
-        self._connections.push_rank(Rank(0), request)
+    def request(self, wanted: SaveRequested) -> None:
+        """Send what a plan requests to rank 0. It is kept for a rank 0 that connects later.
+
+        The first plan of a coordinator that has restarted requests nothing and takes nothing back.
+        """
+        if wanted not in (self._requested, SaveRequested(wanted.round)):
+            self._requested = wanted
+            self._connections.push_rank(Rank(0), wanted)
 
     def repeat(self, connection: LocalConnection) -> None:
         """Send the newest notices to a rank that has connected again."""
@@ -263,9 +263,8 @@ class RankNotices:
             self._push(connection, reached)
         for failed in self._overtaken.values():
             connection.push(failed)
-        if connection.rank == 0:
-            for request in self._requests:
-                connection.push(request)
+        if connection.rank == 0 and self._requested is not None:
+            connection.push(self._requested)
 
     async def released(self) -> None:
         """Wait until a plan releases the pod, or until the round is sealed."""
@@ -275,14 +274,9 @@ class RankNotices:
         """Discard what belongs to the old round, and end its waits for the release."""
         released, self._released = self._released, asyncio.Event()
         released.set()
-        self._requests = []
+        self._requested = None
         self._levels = {}
         self._overtaken = {}
-
-    def _reached(self, reached: LevelReached) -> None:
-        _remember(self._levels, reached.step, reached)
-        for connection in self._ranks():
-            self._push(connection, reached)
 
     def _push(self, connection: LocalConnection, reached: LevelReached) -> None:
         """Push a level, and for a committed step of a job without a store that it is never persisted.

@@ -42,6 +42,7 @@ from holdfast_core.messages.schema import (
     Prune,
     Refusal,
     Round,
+    SaveRequested,
     Seal,
     StoreAddress,
     Suspect,
@@ -77,7 +78,6 @@ from holdfast_sidecar.upkeep.scrub import Verifier
 from holdfast_sidecar.wire.client import Peers, raise_refused
 from holdfast_sidecar.wire.following import Follower
 from holdfast_sidecar.wire.relaying import Relaying
-from holdfast_sidecar.wire.verbs import SAVE_NOW, STOP
 
 _COMING_SECONDS = 5.0
 """How long a request waits for a manifest that this sidecar is about to have. It is less than the time-out
@@ -125,10 +125,7 @@ class Pruner:
             if reached.level is Level.PERSISTED:
                 self._saves.flow.reached_store(reached.step)
         if self._pod.state.worker == 0:
-            if message.save:
-                self._notices.request(SAVE_NOW, GangRequest(message.round, message.save))
-            if message.stop:
-                self._notices.request(STOP, GangRequest(message.round, message.stop))
+            self._notices.request(SaveRequested(wanted.round, wanted.save_from, wanted.stop))
         if message.released:
             self._notices.release()
         self._forget(message.drop)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from holdfast_core import logs
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import GangRequest, Plan, Round
 from holdfast_core.tasks import Signal, Tasks
 from holdfast_sidecar.base.pod import Pod
@@ -109,8 +109,8 @@ class Plans:
         self._name = secrets.token_hex(8)
         self._boards = {True: PlanBoard(message.round), False: PlanBoard(message.round)}
         """The plan of the own worker, and that of the others."""
-        self._asked: tuple[str, str] = "", ""
-        """The newest tokens of requests to save, and to stop."""
+        self._save_from: Step | None = None
+        self._stop = False
         self._tokens = set[tuple[str, str]]()
         self._released = {True: False, False: False}
         self._tasks = Tasks()
@@ -137,8 +137,9 @@ class Plans:
         self._later = None
         for is_own, board in self._boards.items():
             wanted = self._current(is_own, self._released[is_own])
-            save, stop = self._asked
-            wanted = replace(wanted, coordinator=self._name, save=save, stop=stop)
+            wanted = replace(
+                wanted, coordinator=self._name, save_from=self._save_from, stop=self._stop
+            )
             if wanted != replace(board.plan, version=0):
                 board.publish(replace(wanted, version=board.plan.version + 1))
 
@@ -149,13 +150,18 @@ class Plans:
         board = self._boards[worker == self._own]
         return await board.newer(worker, coordinator, since, timeout_seconds)
 
-    def request(self, path: str, message: GangRequest) -> bool:
-        """Pass a request on to rank 0. Return False if the same one was made before in this round."""
+    def request(self, path: str, message: GangRequest, after: Step) -> bool:
+        """Pass a request on to rank 0. Return False if the same one was made before in this round.
+
+        Requests between two plans become one. A save of a step above the newest `after` fulfils all of them.
+        """
         if (path, message.token) in self._tokens:
             return False
         self._tokens.add((path, message.token))
-        save, stop = self._asked
-        self._asked = (save, message.token) if path == STOP else (message.token, stop)
+        if path == STOP:
+            self._stop = True
+        else:
+            self._save_from = max(self._save_from or Step(0), Step(after + 1))
         self.wake()
         return True
 

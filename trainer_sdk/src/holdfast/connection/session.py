@@ -43,8 +43,10 @@ class Requests:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tokens: set[str] = set()
-        self._save = False
+        self._save_from: int | None = None
+        """A save of this step or of a later one was requested, and not taken yet."""
+        self._taken = -1
+        """The step of the newest call of `take_save` that returned True."""
         self._stop = False
         self._is_interrupted = False
 
@@ -53,22 +55,24 @@ class Requests:
         """Whether the training is to stop."""
         return self._stop or self._is_interrupted
 
-    def note(self, token: str, *, stop: bool) -> None:
-        """Record a request to stop, or else to save. A token that was seen before is ignored."""
+    def note(self, message: SaveRequested) -> None:
+        """Record what was requested in this round. What `take_save` has returned before is ignored."""
         with self._lock:
-            if token in self._tokens:
-                return
-            self._tokens.add(token)
-            if stop:
-                self._stop = True
-            else:
-                self._save = True
+            wanted = message.save_from
+            if wanted is not None and wanted > self._taken:
+                self._save_from = max(wanted, self._save_from or 0)
+            self._stop = self._stop or message.stop
 
-    def take_save(self) -> bool:
-        """Return whether a save was requested, and clear the request."""
+    def take_save(self, step: int) -> bool:
+        """Return whether a save of `step`, which is done, or of a later one was requested. Clear the request.
+
+        Other ranks may have done later steps when the save was requested. Then it waits for these steps.
+        """
         with self._lock:
-            requested, self._save = self._save, False
-            return requested
+            if self._save_from is None or step < self._save_from:
+                return False
+            self._save_from, self._taken = None, step
+            return True
 
     def request_stop(self) -> None:
         """Record a request to stop. A signal handler calls this, so it must not acquire a lock."""
@@ -404,7 +408,7 @@ class Session:
             case LevelReached() | SaveFailed():
                 self.saves.note(message)
             case SaveRequested():
-                self.requests.note(message.token, stop=message.stops)
+                self.requests.note(message)
             case _:
                 logger.warning("ignored a message that is not for ranks: %s", message)
 

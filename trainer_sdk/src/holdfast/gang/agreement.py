@@ -312,11 +312,11 @@ class StepAgreement:
     def after_step(self, step: int) -> Verdict:
         """Return the verdict for `step`, which is the same on every rank."""
         if self._proposals is None:
-            save = self._session.requests.take_save()
+            save = self._session.requests.take_save(step)
             interval_steps, self._interval_steps = self._interval_steps, None
             return Verdict(save, self._session.requests.stop, interval_steps)
         # A request that has arrived by now is met by a save after this step.
-        self._save_requested |= self._session.requests.take_save()
+        self._save_requested |= self._session.requests.take_save(step)
         accepted = self._proposals.reach(step)
         verdict = Verdict()
         if accepted is not None:

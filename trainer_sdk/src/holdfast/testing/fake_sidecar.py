@@ -17,11 +17,12 @@ from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.persister import Connection, DirectoryService
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import FormatError
-from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.ids import JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     Hello,
     LocalRole,
     Policy,
+    Progress,
     Refusal,
     Refused,
     SaveRequested,
@@ -158,11 +159,14 @@ class FakeSidecar:
 
     # ------------------------------------------------------------------ pushes
 
-    def request_save(self, token: str = "save") -> None:
-        self._push(LocalRole.RANK, SaveRequested(self._round(), token))
+    def request_save(self) -> None:
+        """Request a save of a step that no rank has reported as finished yet."""
+        round_ = self._round()
+        done = (m.step for m in self.received if isinstance(m, Progress) and m.round == round_)
+        self._push(LocalRole.RANK, SaveRequested(round_, Step(max(done, default=-1) + 1)))
 
-    def request_stop(self, token: str = "stop") -> None:
-        self._push(LocalRole.RANK, SaveRequested(self._round(), token, stops=True))
+    def request_stop(self) -> None:
+        self._push(LocalRole.RANK, SaveRequested(self._round(), stop=True))
 
     # ------------------------------------------------------------------ inside
 
