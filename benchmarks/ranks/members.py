@@ -33,7 +33,7 @@ from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     Ok,
     Plan,
-    RankProgress,
+    Progress,
     RankSaves,
     ReportedShard,
     ShardInfo,
@@ -223,7 +223,7 @@ class PlayedMember:
         report = WorkerReport(
             round=self._now.round,
             worker=self.worker,
-            progress=() if step is None else (RankProgress(self.rank, step),),
+            progress=() if step is None else (Progress(self._now.round, self.rank, step),),
             rehydrate_seconds=1.0,
             barrier_open=True,
             saves=() if saved is None else (saved,),

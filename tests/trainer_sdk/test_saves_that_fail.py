@@ -26,7 +26,7 @@ from holdfast.slots.staging import SlotRing
 from holdfast_core.errors import NotFoundError, SaveFailedError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Level, Rank, Step
-from holdfast_core.messages.schema import LevelReached, Policy, Refusal, SaveFailed, Stage
+from holdfast_core.messages.schema import Policy, Refusal, Stage
 from holdfast_core.node.files import TEMP_PREFIX
 from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_core.shm.slot_file import SlotState
@@ -70,10 +70,10 @@ class Writer:
         """Return "committed", or the reason why the step was not committed."""
         while True:
             message = self.said.get(timeout=60)
-            if isinstance(message, LevelReached) and message.level is Level.LOCAL:
+            if not message.failed and message.level is Level.LOCAL:
                 assert message.step == step
                 return "committed"
-            if isinstance(message, SaveFailed) and message.level is Level.LOCAL:
+            if message.failed and message.level is Level.LOCAL:
                 assert message.step == step
                 return f"{message.reason}: {message.message}"
 

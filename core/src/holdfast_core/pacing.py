@@ -68,9 +68,8 @@ class BackgroundLimit:
         self._rate = AdaptiveRate()
         self._last: float | None = None
         self._step: int | None = None
-        self._blocked_since = 0.0
-        """Seconds for which saves after the newest step blocked training. The next step's time is reduced by
-        them."""
+        self._blocked_seconds = 0.0
+        """Seconds for which saves had blocked training when the newest step was reported."""
         self._moved = 0
         self._bytes_each_step = 0.0
         self._is_unlimited = False
@@ -95,7 +94,7 @@ class BackgroundLimit:
         """Start a round: apply the limit again, and count the next step as the first one."""
         self._is_unlimited = False
         self._last = self._step = None
-        self._blocked_since = 0.0
+        self._blocked_seconds = 0.0
         self._apply()
 
     def expect(self, bytes_each_step: float) -> None:
@@ -114,17 +113,15 @@ class BackgroundLimit:
         """Record that `step` has ended now, and adapt the limit.
 
         Args:
-            blocked_seconds: Time of the step for which saving blocked training. It is subtracted, because
-                background transfers do not cause it.
+            blocked_seconds: Seconds for which saves blocked training in this round so far. What was added
+                since the step before is subtracted, because background transfers do not cause it.
 
-        The same step may be reported again after a save that follows it. Then its `blocked_seconds` are
-        subtracted from the next step.
+        The same step may be reported again after a save that follows it.
         """
         if step == self._step:
-            self._blocked_since += blocked_seconds
             return
-        blocked_seconds, self._blocked_since = blocked_seconds + self._blocked_since, 0.0
-        self._step = step
+        total, blocked_seconds = blocked_seconds, blocked_seconds - self._blocked_seconds
+        self._step, self._blocked_seconds = step, total
         now, moved = self._monotonic(), self._throttle.moved_bytes
         if self._last is not None:
             seconds = max(0.0, now - self._last - blocked_seconds)

@@ -19,7 +19,6 @@ from holdfast_core.messages import schema
 from holdfast_core.messages.codec import body_limit_bytes, dumps, loads, reply_limit_bytes
 from holdfast_core.messages.schema import (
     CoordinatorState,
-    CopyAssignment,
     DeadRank,
     Failure,
     GangProgress,
@@ -70,7 +69,7 @@ def round_message(**changes: object) -> Round:
             Member(Worker(0), "gpt-0-r0", "10.0.0.1"),
             Member(Worker(1), "gpt-1-r3", "fd00::1"),
         ),
-        copies=(CopyAssignment(Worker(0), Worker(1)),),
+        copies={Worker(0): (Worker(1),)},
         policy=Policy(5),
         pinned=(Step(2), Step(4)),
     )
@@ -148,14 +147,14 @@ HOSTILE = {
     "a long list": (
         Round,
         dumps(
-            Round(RestartRound(1), 1, RestorePoint(), Worker(0), Worker(0), 1, (), (), Policy(5))
+            Round(RestartRound(1), 1, RestorePoint(), Worker(0), Worker(0), 1, (), {}, Policy(5))
         ).replace(b'"pinned":[]', b'"pinned":[' + b"1," * 5000 + b"1]"),
         "Round.pinned: Expected `array` of length <= 4096",
     ),
     "one bad item of many": (
         Round,
         dumps(
-            Round(RestartRound(1), 1, RestorePoint(), Worker(0), Worker(0), 1, (), (), Policy(5))
+            Round(RestartRound(1), 1, RestorePoint(), Worker(0), Worker(0), 1, (), {}, Policy(5))
         ).replace(b'"pinned":[]', b'"pinned":[1,2,"x"]'),
         "Round.pinned[2]: Expected `int`, got `str`",
     ),
@@ -173,7 +172,7 @@ HOSTILE = {
     "a wrong type deep inside": (
         Round,
         dumps(
-            Round(RestartRound(1), 1, RestorePoint(), Worker(0), Worker(0), 1, (), (), Policy(5))
+            Round(RestartRound(1), 1, RestorePoint(), Worker(0), Worker(0), 1, (), {}, Policy(5))
         ).replace(b'"interval_steps":5', b'"interval_steps":null'),
         "Round.policy.interval_steps: Expected `int`, got `null`",
     ),

@@ -11,13 +11,13 @@ import pytest
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
-    End,
+    Finish,
     Fulfilled,
+    LauncherPlan,
     Progress,
     Refusal,
     Refused,
     Stage,
-    StoreAddress,
 )
 from holdfast_core.messages.socket_frames import (
     MESSAGES,
@@ -50,8 +50,8 @@ async def read_all(data: bytes) -> list[Frame]:
 
 
 def test_the_bytes_of_a_frame() -> None:
-    body = b'{"type":"End","id":7,"body":{"round":2}}'
-    assert write_frame(End(RestartRound(2)), 7) == raw(body)
+    body = b'{"type":"Finish","id":7,"body":{"round":2}}'
+    assert write_frame(Finish(RestartRound(2)), 7) == raw(body)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_bytes_of_a_frame() -> None:
     [
         (STAGE, 3),
         (Fulfilled(), 3),
-        (End(RestartRound(2)), 0),
+        (Finish(RestartRound(2)), 0),
         (Refused(Refusal.STALE_ROUND, "older", RestartRound(4)), 9),
         (Progress(RestartRound(1), Rank(0), Step(5), {"loss": 0.5}), 0),
     ],
@@ -115,7 +115,7 @@ def test_unknown_pushes_are_skipped_and_unknown_requests_handed_on() -> None:
         b'{"type":"Stage","id":true,"body":{}}',
         b'{"type":"Stage","id":1,"body":{}}',
         b'{"type":"Stage","id":1,"id":2}',
-        b'{"type":"End","id":1,"body":{"round":"2"}}',
+        b'{"type":"Finish","id":1,"body":{"round":"2"}}',
         b"[" * 100_000,
     ],
 )
@@ -141,6 +141,6 @@ def test_only_messages_of_the_socket_are_sent() -> None:
     with pytest.raises(FormatError, match="not a message"):
         write_frame(UnknownMessage("x"))
     with pytest.raises(FormatError, match="at most"):
-        write_frame(StoreAddress(RestartRound(0), 1, "x" * (1 << 20)))
+        write_frame(LauncherPlan(RestartRound(0), stacks_token="x" * (1 << 20)))
     assert all(name == cls.__name__ for name, cls in MESSAGES.items())
     assert json.loads(write_frame(STAGE, 1)[4:])["type"] == "Stage"

@@ -27,6 +27,7 @@ class Trainer:
     def __init__(self, slots_dir: Path) -> None:
         self.now = 0.0
         self.step = 0
+        self.blocked = 0.0
         self.sleep: Callable[[float], None] = lambda seconds: None
         self.waited_for_copies: list[float] = []
         self.background = BackgroundLimit(
@@ -43,7 +44,8 @@ class Trainer:
             self.background.take(moving)
             self.now += 1.0 + blocked + (slower if moving else 0.0)
             self.step += 1
-            self.background.step_done(self.step, blocked)
+            self.blocked += blocked
+            self.background.step_done(self.step, self.blocked)
 
 
 def test_slower_steps_set_a_limit_and_undisturbed_ones_remove_it(tmp_path: Path) -> None:
@@ -159,5 +161,6 @@ def test_a_step_that_is_reported_again_counts_once(tmp_path: Path) -> None:
     for _ in range(60):
         trainer.steps(1, moving=1000 * MIB, slower=0.0)
         trainer.now += 0.5
-        trainer.background.step_done(trainer.step, 0.5)
+        trainer.blocked += 0.5
+        trainer.background.step_done(trainer.step, trainer.blocked)
     assert trainer.background.limit is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,14 +16,10 @@ from tests.support.trainer.launched import Launched, stop, until
 from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 from holdfast_core.messages.schema import (
-    Ended,
-    Exited,
     Finish,
     Hello,
-    LocalRole,
+    LauncherState,
     RankStack,
-    Stacks,
-    StoreAddress,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,20 +57,29 @@ def launch(
 
 def begin(sidecar: WatchedSidecar) -> None:
     """Start the round as a sidecar does when the barrier opens."""
-    before = len(sidecar.messages(StoreAddress))
     sidecar.host_store()
-    address = sidecar.wait_for(StoreAddress, before + 1)
-    assert address.round == sidecar.round
-    sidecar.run(address.port)
+    state = sidecar.launcher_state(
+        lambda s: s.store is not None and s.store.round == sidecar.round, "the store's address"
+    )
+    assert state.store is not None
+    sidecar.run(state.store.port)
 
 
 def launcher_hellos(sidecar: WatchedSidecar) -> list[Hello]:
-    return [m for m in sidecar.messages(Hello) if m.role is LocalRole.LAUNCHER]
+    return [m for m in sidecar.messages(Hello) if m.rank is None]
 
 
-def ends_of(sidecar: WatchedSidecar, rank: int) -> list[Exited]:
-    """Return the reports of a rank's end. The other rank may fail meanwhile, because it lost its peer."""
-    return [message for message in sidecar.messages(Exited) if message.rank == rank]
+def ends_of(sidecar: WatchedSidecar, rank: int) -> set[tuple[int, int | None]]:
+    """Return the code and the round of each end of a rank.
+
+    The other rank may fail meanwhile, because it lost its peer.
+    """
+    states = sidecar.messages(LauncherState)
+    return {(d.code, state.round) for state in states for d in state.dead if d.rank == rank}
+
+
+def wait_for_end(sidecar: WatchedSidecar, round_: int) -> None:
+    sidecar.launcher_state(lambda s: s.ended_below == round_, f"the end below round {round_}")
 
 
 def digests(run: Launched) -> dict[int, str]:
@@ -105,16 +111,16 @@ def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: WatchedSid
         until(lambda: run.step_of(1) >= 6, "six steps")
         run.kill_rank(1)
         until(lambda: bool(ends_of(sidecar, 1)), "the end of rank 1")
-        assert [(m.code, m.round) for m in ends_of(sidecar, 1)] == [(-9, 0)]
+        assert ends_of(sidecar, 1) == {(-9, 0)}
         sidecar.end(1)
-        assert sidecar.wait_for(Ended).round == 1
+        wait_for_end(sidecar, 1)
         sidecar.begin_round()
         begin(sidecar)
 
         allow(limit, 18)
         until(lambda: run.step_of(0) >= 14, "fourteen steps")
         sidecar.end(2)  # another member fails, so healthy ranks are ended
-        assert sidecar.wait_for(Ended, 2).round == 2
+        wait_for_end(sidecar, 2)
         sidecar.begin_round()
         begin(sidecar)
 
@@ -169,11 +175,11 @@ def test_the_error_of_a_rank_is_in_its_report(tmp_path: Path, sidecar: WatchedSi
     with Launched(tmp_path, [], ["python", str(program)], sidecar.environment()) as run:
         sidecar.wait_for(Hello)
         begin(sidecar)
-        sidecar.wait_for(Exited, RANKS)
+        state = sidecar.launcher_state(lambda s: len(s.dead) == RANKS, "the ends of the ranks")
         assert run.process.poll() is None, "it waits for the next round"
-    for exited in sidecar.messages(Exited):
-        assert exited.code == 1
-        assert exited.message.endswith(f"ValueError: rank {exited.rank} has no luck")
+    for death in state.dead:
+        assert death.code == 1
+        assert death.message.endswith(f"ValueError: rank {death.rank} has no luck")
 
 
 def test_sigterm_saves_stops_and_does_not_finish_the_job(
@@ -186,8 +192,9 @@ def test_sigterm_saves_stops_and_does_not_finish_the_job(
         until(lambda: run.step_of(0) >= 3, "three steps")
         run.process.terminate()
         assert run.wait() == 143
-    sidecar.wait_for(Exited, 2)  # another thread receives what the launcher sent before it ended
-    assert [m.code for m in sidecar.messages(Exited)] == [0, 0]
+    # Another thread receives what the launcher sent before it ended.
+    sidecar.launcher_state(lambda s: set(s.returned) == {0, 1}, "the ends of both ranks")
+    assert not any(state.dead for state in sidecar.messages(LauncherState))
     assert sidecar.messages(Finish) == []
 
 
@@ -239,14 +246,16 @@ exchange() if dist.get_rank() == 0 else read_data()
 """
 
 
-def stacks(sidecar: WatchedSidecar, token: str) -> dict[int, RankStack]:
+tokens = map(str, itertools.count())
+
+
+def stacks(sidecar: WatchedSidecar) -> dict[int, RankStack]:
     """Request the stacks of all ranks and return the answer, by rank."""
-    # Counted before the request: the answer may arrive before a count that follows it.
-    answers = len(sidecar.messages(Stacks))
+    token = next(tokens)
     sidecar.take_stacks(token)
-    found = sidecar.wait_for(Stacks, answers + 1)
-    assert (found.round, found.token) == (0, token)
-    return {s.rank: s for s in found.ranks}
+    found = sidecar.launcher_state(lambda s: s.stacks_token == token, "the stacks")
+    assert found.round == 0
+    return {s.rank: s for s in found.stacks}
 
 
 @pytest.mark.fault("A launcher is asked where stopped and waiting ranks are")
@@ -260,10 +269,10 @@ def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: Watche
         begin(sidecar)
         until(lambda: run.step_of(0) == run.step_of(1) == 1, "the last lines of both ranks")
 
-        first = stacks(sidecar, "a")
+        first = stacks(sidecar)
         # A rank had not reached its last line yet, or the machine was too busy for its answer.
         while any(s.moves or not s.is_known for s in first.values()):
-            first = stacks(sidecar, "a")
+            first = stacks(sidecar)
         assert first[0].waits
         assert "exchange (hangs.py:" in first[0].stack
         assert first[1].stack.startswith("read_data (hangs.py:11)")
@@ -275,13 +284,13 @@ def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: Watche
         pid = run.pid_of(1)
         assert pid is not None
         stop(pid)
-        stopped = stacks(sidecar, "b")
+        stopped = stacks(sidecar)
         assert stopped[0].is_known
         assert (stopped[1].is_known, stopped[1].moves) == (False, False)
         assert stopped[1].stopped
         assert stopped[1].stack == "its process is stopped, in state T (stopped)"
         sidecar.end(1)
-        assert sidecar.wait_for(Ended).round == 1, "a stopped process is ended, too"
+        wait_for_end(sidecar, 1)  # a stopped process is ended, too
 
 
 @pytest.mark.fault("Ranks are no Python scripts when their stacks are requested")
@@ -293,10 +302,10 @@ def test_a_program_that_is_no_python_script_survives_the_request(
         sidecar.wait_for(Hello)
         begin(sidecar)
         until(lambda: "forking ranks" in run.err(), "the forks")
-        found = stacks(sidecar, "a")
+        found = stacks(sidecar)
         while len(found) < RANKS:  # not all ranks were forked yet
-            found = stacks(sidecar, "a")
+            found = stacks(sidecar)
         while any(s.moves for s in found.values()):  # one is still being started
-            found = stacks(sidecar, "a")
+            found = stacks(sidecar)
         assert [(s.is_known, s.stopped) for s in found.values()] == [(False, False)] * RANKS
-        assert sidecar.messages(Exited) == []
+        assert not any(state.dead for state in sidecar.messages(LauncherState))

@@ -10,8 +10,8 @@ from tests.support.sidecar.gang import Gang, Gangs
 from tests.support.sidecar.ranks import FakeRank
 from tests.support.sidecar.waiting import until
 
-from holdfast_core.ids import Level, Rank, TierName
-from holdfast_core.messages.schema import Exited, Policy
+from holdfast_core.ids import Level, Rank, TierName, Worker
+from holdfast_core.messages.schema import DeadRank, Policy
 from holdfast_core.shm.slot_file import SlotState
 
 WORKERS = 5
@@ -101,7 +101,7 @@ async def test_a_rank_that_dies_behind_a_dead_relay_is_reported(gangs: Gangs) ->
     async with gangs(WORKERS) as gang:
         await gang.start(**GROUPS)
         gang.sidecars[2].kill()
-        gang.launchers[3].push(Exited(gang.ranks[3].round, Rank(3), 1, "it failed"))
+        gang.launchers[3].report(DeadRank(Rank(3), Worker(3), 1, "it failed"))
         state = await gang.operator.state_until(0, lambda s: bool(s.dead), "the dead rank")
         assert [d.rank for d in state.dead] == [3]
 

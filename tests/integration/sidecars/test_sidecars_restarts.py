@@ -11,7 +11,7 @@ from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import Level, RestartRound
-from holdfast_core.messages.schema import End, Refusal
+from holdfast_core.messages.schema import Refusal
 from holdfast_core.shm.slot_file import SlotState
 
 pytestmark = pytest.mark.integration
@@ -54,7 +54,7 @@ async def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker:
         point = await gang.point(2)
         assert point.round == 0
         assert launcher.run is None, "the ranks were not started again"
-        assert not [m for m in launcher.pushed if isinstance(m, End)], "the ranks were not ended"
+        assert launcher.ended == [], "the ranks were not ended"
         # A coordinator that has restarted learns of step 1 beside the commit of step 2.
         state = await gang.operator.state_until(
             0, lambda s: {x.step for x in s.steps} == {1, 2}, "the record of both steps"
@@ -113,7 +113,7 @@ async def test_a_full_node_volume_fails_the_save_and_nothing_else(gangs: Gangs) 
         await rank.save(2, bytes(400_000))
         await until(
             lambda: [m.reason for m in rank.failures] == ["NodeVolumeFull"],
-            "SaveFailed",
+            "the save failed",
         )
         await gang.operator.state_until(
             0,

@@ -13,7 +13,7 @@ from tests.support.sidecar.waiting import DEADLINE_SECONDS
 
 from holdfast_core.errors import RefusedError, StaleRoundError
 from holdfast_core.ids import Level, Rank, RestartRound, TierName, Worker
-from holdfast_core.messages.schema import Exited, HostStore, Member, Policy, Refusal
+from holdfast_core.messages.schema import DeadRank, LauncherPlan, Member, Policy, Refusal
 from holdfast_core.net.tls import TlsFiles, client_context
 
 pytestmark = pytest.mark.integration
@@ -173,7 +173,7 @@ async def test_a_dead_rank_and_a_dead_launcher_are_reported_at_once(gangs: Gangs
     """
     async with gangs(3) as gang:
         await gang.start()
-        gang.launchers[0].push(Exited(RestartRound(0), Rank(0), 137, "killed"))
+        gang.launchers[0].report(DeadRank(Rank(0), Worker(0), 137, "killed"))
         await gang.operator.state_until(
             0, lambda s: [(d.rank, d.code) for d in s.dead] == [(0, 137)], "rank 0 dead"
         )
@@ -198,7 +198,8 @@ async def test_nothing_runs_while_a_member_has_no_address(gangs: Gangs) -> None:
         first = gang.operator.message(0, copies=gang.copies)
         await gang.operator.round(0, first)
         launcher = await gang.launcher(0)
-        await until(lambda: HostStore(RestartRound(0)) in launcher.pushed, "HostStore")
+        hosts = LauncherPlan(RestartRound(0), hosts_store=True)
+        await until(lambda: hosts in launcher.pushed, "the plan")
         await gang.launch(1)
         assert launcher.run is None
         await gang.begin(0, version=2)

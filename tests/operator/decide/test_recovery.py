@@ -29,11 +29,10 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
-from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
-    RestoredFrom,
     RestorePoint,
     RoundTimes,
 )
@@ -130,12 +129,12 @@ def assert_adds_up(record: RecoveryStatus | None) -> RecoveryStatus:
 @pytest.mark.parametrize(
     ("reported", "shown"),
     [
-        pytest.param(RestoredFrom(memory=2), {"memory": 2}, id="what the ranks read"),
+        pytest.param({TierName.MEMORY: 2}, {"memory": 2}, id="what the ranks read"),
         pytest.param(None, None, id="a sidecar of an earlier version"),
     ],
 )
 def test_the_record_says_from_where_the_ranks_restored(
-    reported: RestoredFrom | None, shown: dict[str, int] | None
+    reported: dict[TierName, int] | None, shown: dict[str, int] | None
 ) -> None:
     timeline = trained()
     timeline.at(121.5, coordinator=state(0, 12, dead=(DEAD,)))

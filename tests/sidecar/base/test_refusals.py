@@ -21,20 +21,18 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.schema import (
-    CopyAssignment,
     CopyRequest,
     DeadRank,
     FinishCommit,
     GangRequest,
+    Progress,
     Prune,
-    RankProgress,
     RankSaves,
     Refusal,
     ReportedShard,
     Round,
     Seal,
     ShardInfo,
-    Suspect,
     WorkerReport,
     WorkerReports,
 )
@@ -63,7 +61,7 @@ def round_of_three(round_: int = 5, version: int = 3) -> Round:
         version=version,
         coordinator=Worker(1),
         store_host=Worker(2),
-        copies=tuple(CopyAssignment(Worker(w), Worker((w + 1) % 3)) for w in range(3)),
+        copies={Worker(w): (Worker((w + 1) % 3),) for w in range(3)},
     )
 
 
@@ -101,7 +99,7 @@ def report(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Worker
         WorkerReport(
             round_,
             Worker(worker),
-            progress=(RankProgress(Rank(rank), Step(1)),),
+            progress=(Progress(round_, Rank(rank), Step(1)),),
             dead=(DeadRank(Rank(rank), Worker(worker), 1),),
         )
     )
@@ -117,7 +115,7 @@ def merged(*workers: int) -> WorkerReports:
 
 
 FOREIGN = {
-    "progress": WorkerReport(NOW, Worker(0), progress=(RankProgress(Rank(9), Step(1)),)),
+    "progress": WorkerReport(NOW, Worker(0), progress=(Progress(NOW, Rank(9), Step(1)),)),
     "death": WorkerReport(NOW, Worker(0), dead=(DeadRank(Rank(9), Worker(0), 1),)),
     "shards": WorkerReport(
         NOW,
@@ -156,7 +154,7 @@ def in_groups(worker: int) -> RoundState:
 GROUPED = [Caller(f"gpt-{w}-r0") for w in range(6)]
 
 
-SUSPECT = Suspect(JobUid("job"), Step(1), NOW, Rank(0), DIGEST)
+SUSPECT = ShardRef(JobUid("job"), Step(1), NOW, Rank(0), DIGEST)
 
 
 @dataclass(frozen=True)

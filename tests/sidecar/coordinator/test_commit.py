@@ -82,7 +82,7 @@ async def test_a_shard_of_the_restore_point_or_below_is_refused(
             return
         for reply in world.prepare(step):
             (refusal,) = reply.refused
-            assert refusal.code is Refusal.BAD_REQUEST
+            assert refusal.reason == Refusal.BAD_REQUEST
             assert "not above the restore point" in refusal.message
 
 

@@ -12,9 +12,7 @@ from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     AcceptedRound,
     Failure,
-    RankProgress,
-    RestoredFrom,
-    StepMetrics,
+    Progress,
     WorkerReport,
 )
 from holdfast_sidecar.coordinator.gathered import Gathered
@@ -35,7 +33,11 @@ reports = st.builds(
         lambda step: WorkerReport(
             report.round,
             report.worker,
-            progress=(RankProgress(Rank(report.worker), Step(step), step / 2),) if step else (),
+            progress=(
+                Progress(report.round, Rank(report.worker), Step(step), blocked_seconds=step / 2),
+            )
+            if step
+            else (),
             failures=report.failures,
             barrier_open=report.barrier_open,
             done=report.done,
@@ -72,7 +74,7 @@ def test_progress_alone_is_not_urgent() -> None:
     gathered = Gathered(WORKERS, 3, 0.0)
 
     def receive(step: int, *failures: Failure) -> bool:
-        progress = (RankProgress(Rank(0), Step(step)),)
+        progress = (Progress(RestartRound(0), Rank(0), Step(step)),)
         report = WorkerReport(RestartRound(0), Worker(0), progress=progress, failures=failures)
         return gathered.receive(report, 1.0)
 
@@ -138,14 +140,19 @@ def test_ranks_are_counted_by_their_tiers_once_every_worker_has_its_shards() -> 
     gathered.receive(replace(reports[2], rehydrate_seconds=None, restored_from=()), 1.0)
     assert gathered.restored_from is None
     gathered.receive(reports[2], 1.0)
-    assert gathered.restored_from == RestoredFrom(memory=3, node=1, peer=1, object=1)
+    assert gathered.restored_from == {
+        TierName.MEMORY: 3,
+        TierName.NODE: 1,
+        TierName.PEER: 1,
+        TierName.OBJECT: 1,
+    }
 
 
 def test_metrics_of_steps_outlive_the_reports_that_name_them() -> None:
     gathered = Gathered(WORKERS, 3, 0.0)
     for step in (10, 20):
-        found = StepMetrics(Step(step), {"loss": 1.0 / step})
-        gathered.receive(WorkerReport(RestartRound(0), Worker(0), step_metrics=(found,)), 1.0)
+        found = {Step(step): {"loss": 1.0 / step}}
+        gathered.receive(WorkerReport(RestartRound(0), Worker(0), step_metrics=found), 1.0)
     gathered.receive(WorkerReport(RestartRound(0), Worker(1)), 2.0)
     assert gathered.metrics(Step(10)) == {"loss": 0.1}
     assert gathered.metrics(Step(20)) == {"loss": 0.05}

@@ -11,7 +11,7 @@ from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     DeadRank,
     Policy,
-    RankProgress,
+    Progress,
     RankStack,
     WorkerReport,
 )
@@ -76,7 +76,9 @@ class Training:
             if worker == silent:
                 continue
             rank, step = Rank(worker), Step(self.finished)
-            progress = RankProgress(rank, step, 0.0, self.finished, self.step_seconds)
+            progress = Progress(
+                ROUND, rank, step, finished=self.finished, step_seconds=self.step_seconds
+            )
             token = self.watch.token if worker in self.stacks else ""
             report = WorkerReport(
                 ROUND,

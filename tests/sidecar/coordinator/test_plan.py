@@ -17,12 +17,12 @@ from tests.support.sidecar.ledgers import (
 
 from holdfast_core.ids import Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
-    LevelReached,
     PersistRequest,
     Plan,
     RankSaves,
     ReportedShard,
     RestorePoint,
+    StepOutcome,
 )
 from holdfast_sidecar.coordinator.ledger import Ledger
 from holdfast_sidecar.coordinator.plan import abandoned_steps, lost_steps, missing, plan
@@ -42,7 +42,7 @@ plans = st.builds(
     Plan,
     st.just(ROUND),
     levels=st.dictionaries(steps, st.sampled_from(Level)).map(
-        lambda found: tuple(LevelReached(s, ROUND, level) for s, level in sorted(found.items()))
+        lambda found: tuple(StepOutcome(s, ROUND, level) for s, level in sorted(found.items()))
     ),
     write=st.none() | steps,
     manifests=st.sets(steps).map(lambda found: tuple(map(point, sorted(found)))),
@@ -56,7 +56,7 @@ plans = st.builds(
 class Played:
     """A worker that does what each plan says."""
 
-    levels: set[LevelReached] = field(default_factory=set)
+    levels: set[StepOutcome] = field(default_factory=set)
     write: Step | None = None
     manifests: tuple[RestorePoint, ...] = ()
     uploads: set[PersistRequest] = field(default_factory=set)
@@ -222,7 +222,7 @@ def test_dropped_steps_have_no_level_and_a_step_that_is_uploaded_stays():
     ledger.forget((Step(1), Step(2)))
     assert plan(ledger) == Plan(
         ROUND,
-        levels=(LevelReached(Step(2), ROUND, Level.REPLICATED),),
+        levels=(StepOutcome(Step(2), ROUND, Level.REPLICATED),),
         upload=PersistRequest(ROUND, Step(2), ROUND),
         drop=(Step(1),),
     )

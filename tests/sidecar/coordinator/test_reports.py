@@ -88,7 +88,7 @@ async def test_a_refused_shard_keeps_nothing_else_of_the_report_back(tmp_path: P
         other = ReportedShard(Step(1), ROUND, shard_info(1, OTHER_DIGEST), LAYOUT)
         for _ in range(2):
             (refused,) = world.tell(1, shards=(other, world.shard(1, 2))).refused
-            assert (refused.code, refused.step, refused.rank) == (Refusal.CONFLICT, 1, 1)
+            assert (refused.reason, refused.step, refused.worker) == (Refusal.CONFLICT, 1, 1)
         world.hold(2, ranks=(0,))
         await is_local(world, 2)
 

@@ -10,7 +10,7 @@ from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     DeadRank,
     Policy,
-    RankProgress,
+    Progress,
     RankWork,
     Straggler,
     WorkerReport,
@@ -50,7 +50,8 @@ class Training:
         return self.watch.ranks
 
     def report(self, rank: int, one: Work, dead: tuple[DeadRank, ...] = ()) -> None:
-        progress = RankProgress(
+        progress = Progress(
+            ROUND,
             Rank(rank),
             Step(100 + self.finished),
             finished=self.finished,

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from tests.support.sidecar.coordinators import CoordinatorWorld
 
-from holdfast_core.ids import Rank, Step, TierName
+from holdfast_core.ids import Rank, RestartRound, Step, TierName
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Failure,
     Interval,
     Policy,
-    RankProgress,
+    Progress,
     Timing,
 )
 from holdfast_sidecar.coordinator.watchdog import (
@@ -114,7 +114,7 @@ class World(CoordinatorWorld):
         for worker in (0, 1):
             self.tell(
                 worker,
-                progress=(RankProgress(Rank(worker), Step(step)),),
+                progress=(Progress(RestartRound(0), Rank(worker), Step(step)),),
                 failures=failures if worker == 1 else (),
             )
 

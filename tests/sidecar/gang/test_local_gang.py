@@ -10,7 +10,7 @@ import pytest
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     DeadRank,
-    Exited,
+    LauncherState,
     Ok,
     Progress,
     RankWork,
@@ -48,13 +48,17 @@ def ended(gang: LocalGang) -> None:
     gang.running_round = None
 
 
+RETURNED = LauncherState(ROUND, returned=(Rank(3),))
+FAILED = LauncherState(ROUND, dead=(DeadRank(Rank(3), Worker(1), 1),))
+
+
 @pytest.mark.fault("A pod is evicted while its gang does not train")
 @pytest.mark.parametrize(
     ("happens", "expected"),
     [
         pytest.param(lambda gang: None, True, id="nothing"),
-        pytest.param(lambda gang: gang.exited(Exited(ROUND, Rank(3), 0)), False, id="one returned"),
-        pytest.param(lambda gang: gang.exited(Exited(ROUND, Rank(3), 1)), False, id="one failed"),
+        pytest.param(lambda gang: gang.reported(RETURNED, RANKS), False, id="one returned"),
+        pytest.param(lambda gang: gang.reported(FAILED, RANKS), False, id="one failed"),
         pytest.param(lambda gang: gang.lost([Rank(2)], "gone"), False, id="one was killed"),
         pytest.param(ended, False, id="they were ended"),
         pytest.param(new_round, False, id="they restore"),
@@ -85,8 +89,7 @@ def test_ranks_that_end_with_their_launcher(
 ) -> None:
     """The launcher of a pod that leaves exits after its ranks have returned: a drain is no failure."""
     gang = training()
-    for rank in returned:
-        gang.exited(Exited(ROUND, Rank(rank), 0))
+    gang.reported(LauncherState(ROUND, returned=tuple(map(Rank, returned))), RANKS)
     gang.launcher_lost(map(Rank, RANKS), "the launcher ended")
     assert gang.dead == {r: DeadRank(r, Worker(1), -9, "the launcher ended") for r in lost}
 
@@ -133,8 +136,8 @@ def report(gang: LocalGang, step: int, **metrics: float) -> None:
     gang.progressed(Progress(ROUND, Rank(0), Step(step), metrics))
 
 
-def values(gang: LocalGang) -> dict[int, dict[str, float]]:
-    return {found.step: found.values for found in gang.saved.newest}
+def values(gang: LocalGang) -> dict[Step, dict[str, float]]:
+    return gang.saved.newest
 
 
 def test_a_save_has_the_metrics_of_its_own_step() -> None:

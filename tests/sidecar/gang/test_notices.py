@@ -12,10 +12,8 @@ from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
     PROTOCOL_VERSION,
     Hello,
-    LevelReached,
-    LocalRole,
     Policy,
-    SaveFailed,
+    StepOutcome,
 )
 from holdfast_sidecar.base.pod import CurrentRound
 from holdfast_sidecar.gang.state import RankNotices
@@ -33,7 +31,7 @@ class RankZero:
     """The connection of rank 0, which records what it is sent."""
 
     def __init__(self) -> None:
-        self.hello = Hello(PROTOCOL_VERSION, JobUid("job"), LocalRole.RANK, Rank(0))
+        self.hello = Hello(PROTOCOL_VERSION, JobUid("job"), Rank(0))
         self.rank = Rank(0)
         self.pushed: list[Any] = []
 
@@ -44,7 +42,7 @@ class RankZero:
     @property
     def outcomes(self) -> list[tuple[Level, str | None]]:
         """The levels of the step, each with the reason why it is not reached."""
-        return [(m.level, getattr(m, "reason", None)) for m in self.pushed]
+        return [(m.level, m.reason or None) for m in self.pushed]
 
 
 def connected(policy: Policy) -> tuple[RankNotices, RankZero]:
@@ -54,8 +52,8 @@ def connected(policy: Policy) -> tuple[RankNotices, RankZero]:
     return RankNotices(state, connections), rank
 
 
-def level(level: Level) -> LevelReached:
-    return LevelReached(STEP, ROUND, level)
+def level(level: Level) -> StepOutcome:
+    return StepOutcome(STEP, ROUND, level)
 
 
 def test_a_committed_step_of_a_job_without_a_store_is_never_persisted() -> None:
@@ -64,7 +62,7 @@ def test_a_committed_step_of_a_job_without_a_store_is_never_persisted() -> None:
     notices.level(level(Level.REPLICATED))
     absent = (Level.PERSISTED, NO_OBJECT_TIER)
     assert rank.outcomes == [(Level.LOCAL, None), absent, (Level.REPLICATED, None), absent]
-    (failed, _) = [m for m in rank.pushed if isinstance(m, SaveFailed)]
+    (failed, _) = [m for m in rank.pushed if isinstance(m, StepOutcome) and m.failed]
     assert "spec.checkpoint.object" in failed.message
 
 
@@ -81,4 +79,4 @@ def test_a_job_with_a_store_can_persist_every_step(policy: Policy) -> None:
     notices, rank = connected(policy)
     notices.level(level(Level.LOCAL))
     notices.level(level(Level.PERSISTED))
-    assert [type(message) for message in rank.pushed] == [LevelReached, LevelReached]
+    assert [message.failed for message in rank.pushed] == [False, False]

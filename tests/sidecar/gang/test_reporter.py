@@ -17,14 +17,13 @@ from tests.support.sidecar.waiting import until
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import UnavailableError
-from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.schema import Ok, Refusal, RefusedShard, WorkerReport, WorkerReports
+from holdfast_core.ids import RestartRound, TierName, Worker
+from holdfast_core.messages.schema import Failure, Ok, WorkerReport, WorkerReports
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.telemetry import RestoreFailures
 from holdfast_sidecar.gang.state import LocalGang, Reporter, Sources
 from holdfast_sidecar.save.flow import own_shard
-from holdfast_sidecar.wire.intake import LocalConnections
 
 NEVER_SECONDS = 3600.0
 
@@ -75,7 +74,7 @@ class World:
             Pod(settings, SystemClock(), CurrentRound(first_round())),
             Sources(self.gang, flow.flow, nothing, nothing, flow.failures),
             cast(Any, coordinator),
-            LocalConnections(),
+            lambda: None,
         )
         self.reporter.start()
 
@@ -141,7 +140,7 @@ async def test_a_dropped_shard_is_deleted_and_a_refused_one_is_a_failure(tmp_pat
         flow = world.flow.flow
         await world.save()
         (shard,) = flow.shards()
-        refused = RefusedShard(shard.ref.step, shard.ref.rank, Refusal.CONFLICT, "another digest")
+        refused = Failure(shard.ref.step, TierName.PEER, "Conflict", "another digest", Worker(0))
         await world.sent(2)
         flow.reported(flow.table, refused)
         assert [f.reason for f in world.flow.failures.current] == ["Conflict"]

@@ -16,7 +16,7 @@ from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.ids import Rank, RestartRound, Worker
-from holdfast_core.messages.schema import End, HelloReply
+from holdfast_core.messages.schema import HelloReply, LauncherPlan
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
@@ -47,7 +47,7 @@ class Handler:
         raise AssertionError(message)
 
     def notify(self, connection: LocalConnection, message: object) -> None:
-        self.starter.ended(message.round)  # type: ignore[attr-defined]
+        self.starter.reported(message)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def shared() -> Iterator[Path]:
 
 
 class Silent(FakeLauncher):
-    """A launcher that receives End and does not reply."""
+    """A launcher that receives plans and does not reply."""
 
     def _obey(self, message: object) -> None:
         return
@@ -114,7 +114,7 @@ async def test_ends_the_ranks_of_older_rounds(
     launcher = None if kind is None else await world.launcher(kind)
     assert await world.starter.end_ranks(RestartRound(1)) is expected
     if launcher is not None:
-        await until(lambda: End(RestartRound(1)) in launcher.pushed, "End")
+        await until(lambda: LauncherPlan(RestartRound(1)) in launcher.pushed, "the plan")
         launcher.close()
     await world.intake.close()
 
@@ -125,7 +125,7 @@ async def test_ranks_of_the_sealed_round_itself_are_not_ended(shared: Path) -> N
     await world.intake.start()
     launcher = await world.launcher(Silent)
     assert await world.starter.end_ranks(RestartRound(1))
-    assert End(RestartRound(1)) not in launcher.pushed
+    assert launcher.pushed == []
     launcher.close()
     await world.intake.close()
 

@@ -22,7 +22,7 @@ from holdfast_core.messages.schema import (
     Ok,
     Plan,
     Policy,
-    RankProgress,
+    Progress,
 )
 from holdfast_core.save.staging import WriteOutcome
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
@@ -65,7 +65,7 @@ class World(CoordinatorWorld):
 
     def report(self, step: int, *failures: Failure) -> None:
         """Report that worker 1 has finished this step."""
-        progress = (RankProgress(Rank(1), Step(step)),)
+        progress = (Progress(ROUND, Rank(1), Step(step)),)
         self.tell(1, progress=progress, failures=failures)
 
     async def pruned(self, *steps: int) -> None:

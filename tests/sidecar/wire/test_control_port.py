@@ -21,13 +21,12 @@ from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.sidecar.served import served
 
 from holdfast_core.format.canonical import digest_of
-from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step, Worker
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import (
     Inventory,
     Ok,
     Seal,
-    Suspect,
 )
 from holdfast_core.net.listener import ConnectionLimits, ListenerLimits
 from holdfast_core.net.tls import (
@@ -297,7 +296,7 @@ async def test_half_sent_bodies_of_a_member_stop_neither_the_operator_nor_other_
         operator = client_context(certificates(operator_dns_name(JOB)))
         seal = Seal(RestartRound(NOW + 1))
         assert (await ask(port, operator, "/v1/seal", body=dumps(seal)))[0] == 200
-        suspect = Suspect(JOB, Step(1), NOW, Rank(0), digest_of(b""))
+        suspect = ShardRef(JOB, Step(1), NOW, Rank(0), digest_of(b""))
         member = client_context(certificates(peer_dns_name("gpt-2-r0", JOB)))
         assert (await ask(port, member, "/v1/suspect", body=dumps(suspect)))[0] == 200
         assert handler.dispatched == [seal, suspect]

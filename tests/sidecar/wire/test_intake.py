@@ -21,7 +21,6 @@ from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     Hello,
     HelloReply,
-    LocalRole,
     Progress,
     Refusal,
     Refused,
@@ -97,7 +96,7 @@ def test_a_request_that_fails_is_answered(
         await intake.start()
         reader, writer = await asyncio.open_unix_connection(str(socket_path))
         try:
-            hello = Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0))
+            hello = Hello(PROTOCOL_VERSION, JOB, rank=Rank(0))
             writer.write(write_frame(hello, 1))
             await read_frame(reader)
             writer.write(write_frame(Restore(RestartRound(1), Rank(0)), 2))
@@ -134,7 +133,7 @@ def test_a_reply_carries_an_open_file_and_the_sidecar_closes_its_own(
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(60)
             sock.connect(str(socket_path))
-            send_frame(sock, Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1)
+            send_frame(sock, Hello(PROTOCOL_VERSION, JOB, rank=Rank(0)), 1)
             receive_frame(sock)
             send_frame(sock, Restore(RestartRound(1), Rank(0)), 2)
             first, files, _, _ = socket.recv_fds(sock, 4, 4)
@@ -179,7 +178,7 @@ def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) 
         intake = Intake(socket_path, JOB, handler, connections)
         await intake.start()
         reader, writer = await asyncio.open_unix_connection(str(socket_path))
-        writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1))
+        writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, rank=Rank(0)), 1))
         await read_frame(reader)
         ended = asyncio.create_task(connections.ranks_ended(120))
         await asyncio.sleep(0)
@@ -203,7 +202,7 @@ def test_a_connection_that_outlives_its_rank_does_not_hold_up_the_end(socket_pat
         intake = Intake(socket_path, JOB, Listening(), connections)
         await intake.start()
         reader, writer = await asyncio.open_unix_connection(str(socket_path))
-        writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1))
+        writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, rank=Rank(0)), 1))
         await read_frame(reader)
         ended = await connections.ranks_ended(0.05)
         writer.close()
@@ -223,7 +222,7 @@ def test_a_request_that_fails_at_any_rate_fills_no_log(
         await intake.start()
         reader, writer = await asyncio.open_unix_connection(str(socket_path))
         try:
-            writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1))
+            writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, rank=Rank(0)), 1))
             await read_frame(reader)
             for number in range(2, 1000):
                 writer.write(write_frame(Restore(RestartRound(1), Rank(0)), number))

@@ -17,7 +17,6 @@ from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     Fulfilled,
     Hello,
-    LocalRole,
     Restore,
 )
 from holdfast_core.messages.socket_frames import read_frame, write_frame
@@ -74,7 +73,7 @@ def local(stack: ExitStack, path: Path, text: bytes) -> socket.socket:
     return sock
 
 
-HELLO = write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1)
+HELLO = write_frame(Hello(PROTOCOL_VERSION, JOB, rank=Rank(0)), 1)
 
 
 async def is_served(path: Path) -> bool:
@@ -108,7 +107,7 @@ async def test_large_unfinished_frames_share_a_few_mebibytes(path: Path) -> None
     async with intake(path, IntakeLimits(frame_seconds=HOUR)) as server:
         with ExitStack() as stack:
             for rank in (0, 1):
-                hello = Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(rank))
+                hello = Hello(PROTOCOL_VERSION, JOB, rank=Rank(rank))
                 for _ in range(8):
                     local(stack, path, write_frame(hello, 1) + (1 << 20).to_bytes(4, "big"))
                     await asyncio.sleep(0)

@@ -33,7 +33,6 @@ from holdfast_core.messages.schema import (
     FinishCommit,
     ListedManifest,
     ListedShard,
-    RestoredFrom,
     RestorePoint,
     Round,
 )
@@ -219,7 +218,7 @@ class ToyRun:
             restore_may_succeed=self.restore_may_succeed,
             failures=failures,
             newest_is_stored=self.newest_is_stored,
-            restored_from=RestoredFrom() if self.is_over and self.started else None,
+            restored_from={} if self.is_over and self.started else None,
             finished=self.finished,
         )
 
@@ -423,8 +422,9 @@ class ToyGang:
                 sidecar.manifests[id_] = info
             self._promise(run, id_, Level.LOCAL, present)
         elif phase == 3:
-            for copy in message.copies:
-                present[copy.target].keep(id_, Rank(copy.source))
+            for source, targets in message.copies.items():
+                for target in targets:
+                    present[target].keep(id_, Rank(source))
             self._promise(run, id_, Level.REPLICATED, present)
         elif phase == 4 and self._persists(run, id_) and message.hold_uploads:
             run.is_held = True

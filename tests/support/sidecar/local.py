@@ -18,14 +18,13 @@ from holdfast_core.ids import (
 )
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
-    End,
-    Ended,
+    DeadRank,
     Finish,
     Fulfilled,
     Hello,
     HelloReply,
-    HostStore,
-    LocalRole,
+    LauncherPlan,
+    LauncherState,
     Refused,
     Run,
     StoreAddress,
@@ -114,10 +113,7 @@ class LocalClient:
 
 
 class FakeLauncher(LocalClient):
-    """Launcher double without processes that answers HostStore, Run and End.
-
-    As the real one, it does not answer the End of a round while it runs the ranks of this round.
-    """
+    """Launcher double without processes that carries out plans."""
 
     def __init__(
         self,
@@ -133,28 +129,33 @@ class FakeLauncher(LocalClient):
             Hello(
                 PROTOCOL_VERSION,
                 job_uid,
-                LocalRole.LAUNCHER,
                 round=running,
                 last_round=last_round,
             ),
         )
         self._port = port
+        self._store: StoreAddress | None = None
+        self._below: RestartRound | None = None
         self._running = running
         self.run: Run | None = None
         self.ended: list[RestartRound] = []
         self.on_push = self._obey
 
-    def _obey(self, message: Any) -> None:
-        match message:
-            case HostStore():
-                self.push(StoreAddress(message.round, self._port, "secret of the round"))
-            case Run():
-                self.run = message
-                self._running = message.round
-            case End() if self._running is None or self._running < message.round:
-                self._running = None
-                self.ended.append(message.round)
-                self.push(Ended(message.round))
+    def _obey(self, plan: LauncherPlan) -> None:
+        if self._running is not None and self._running < plan.round:
+            self._running = None
+            self.ended.append(plan.round)
+        self._below = plan.round
+        if plan.hosts_store:
+            self._store = StoreAddress(plan.round, self._port, "secret of the round")
+        if plan.run is not None and plan.run != self.run:
+            self.run, self._running = plan.run, plan.run.round
+        self.report()
+
+    def report(self, *dead: DeadRank) -> None:
+        """Send the state, with these ranks that have ended by themselves."""
+        below = self._below if self._running is None else None
+        self.push(LauncherState(self._running, below, dead=dead, store=self._store))
 
     async def finish(self, round_: int) -> Fulfilled:
         """Report that all ranks of the pod returned 0, and wait for the reply."""

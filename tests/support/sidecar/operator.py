@@ -23,7 +23,6 @@ from holdfast_core.ids import (
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     CoordinatorState,
-    CopyAssignment,
     Inventory,
     ListedManifest,
     Member,
@@ -145,7 +144,10 @@ class FakeOperator:
             store_host=Worker(store_host),
             workers=len(self.members),
             members=tuple(self.members[w] for w in sorted(self.members)),
-            copies=tuple(CopyAssignment(Worker(a), Worker(b)) for a, b in copies),
+            copies={
+                Worker(source): tuple(Worker(b) for a, b in copies if a == source)
+                for source, _ in copies
+            },
             policy=policy or Policy(interval_steps=1, peer_copies=1 if copies else 0),
             last_persisted=last_persisted,
             pinned=tuple(Step(step) for step in pinned),

@@ -26,15 +26,13 @@ from holdfast_core.messages.schema import (
     Filled,
     Fulfilled,
     Hello,
-    LevelReached,
-    LocalRole,
     Progress,
     Restore,
     RestorePoint,
     RestoreReply,
-    SaveFailed,
     SlotOffer,
     Stage,
+    StepOutcome,
 )
 from holdfast_core.save.place import SlotNote
 from holdfast_core.shm.slot_file import (
@@ -79,7 +77,6 @@ class FakeRank(LocalClient):
             Hello(
                 PROTOCOL_VERSION,
                 job_uid,
-                LocalRole.RANK,
                 rank=Rank(rank),
                 round=RestartRound(round_),
             ),
@@ -183,9 +180,9 @@ class FakeRank(LocalClient):
         return Stage(self.round, Step(step), self.rank, name, len(data), digest)
 
     @property
-    def failures(self) -> list[SaveFailed]:
+    def failures(self) -> list[StepOutcome]:
         """Messages about saves that failed. That there is no object store is no failure of a save."""
-        failed = (m for m in self.pushed if isinstance(m, SaveFailed))
+        failed = (m for m in self.pushed if isinstance(m, StepOutcome) and m.failed)
         return [m for m in failed if m.reason != NO_OBJECT_TIER]
 
     async def reached(self, step: int, level: Level) -> None:
@@ -193,7 +190,10 @@ class FakeRank(LocalClient):
 
         def seen() -> bool:
             return any(
-                isinstance(m, LevelReached) and m.step == step and m.level.includes(level)
+                isinstance(m, StepOutcome)
+                and not m.failed
+                and m.step == step
+                and m.level.includes(level)
                 for m in self.pushed
             )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.schema import CopyAssignment, Member, Policy, RestorePoint, Round
+from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
 from holdfast_sidecar.base.rounds import RoundState
 
 
@@ -23,7 +23,7 @@ def round_message(round_: int = 0, *, workers: int = 2, **fields: Any) -> Round:
         store_host=Worker(0),
         workers=workers,
         members=tuple(Member(Worker(w), f"gpt-{w}-r0", f"10.0.0.{w}:1:2") for w in range(workers)),
-        copies=(),
+        copies={},
         policy=Policy(interval_steps=1),
     )
     return replace(message, **fields)
@@ -38,4 +38,4 @@ def accepted(message: Round, *, worker: int = 0, procs_per_worker: int = 1) -> R
 
 def first_round() -> RoundState:
     """Return the state of worker 0 of two, whose copies go to worker 1."""
-    return accepted(round_message(copies=(CopyAssignment(Worker(0), Worker(1)),)))
+    return accepted(round_message(copies={Worker(0): (Worker(1),)}))

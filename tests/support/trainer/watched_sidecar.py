@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.testing import FakeSidecar
 from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import (
-    End,
     Finish,
     Fulfilled,
-    HostStore,
-    LocalRole,
+    LauncherPlan,
+    LauncherState,
     Refusal,
     Refused,
     RestorePoint,
     Run,
-    TakeStacks,
 )
 
 
@@ -31,8 +30,8 @@ class WatchedSidecar(FakeSidecar):
         """Whether Finish is answered. Otherwise it is refused, as by a sidecar that is sealed."""
 
     def host_store(self) -> None:
-        """Ask the launcher for a TCPStore process. Its StoreAddress arrives in `received`."""
-        self._push(LocalRole.LAUNCHER, HostStore(self._round()))
+        """Let the launcher run a TCPStore process. `launcher_state` has its address."""
+        self._push_plan(LauncherPlan(self._round(), hosts_store=True))
 
     def run(self, port: int, address: str = "127.0.0.1", secret: str = "") -> None:
         """Let the launcher fork the ranks of this round.
@@ -43,28 +42,51 @@ class WatchedSidecar(FakeSidecar):
             secret: Secret of the round's store, from StoreAddress.
         """
         point = RestorePoint() if self.service is None else self.service.restore_point
-        self._push(
-            LocalRole.LAUNCHER,
-            Run(
-                self._round(),
-                point,
-                self._world_size,
-                Rank(0),
-                self._world_size,
-                Worker(0),
-                address,
-                port,
-                secret,
-                self._policy,
-            ),
+        run = Run(
+            self._round(),
+            point,
+            self._world_size,
+            Rank(0),
+            self._world_size,
+            Worker(0),
+            address,
+            port,
+            secret,
+            self._policy,
         )
+        self._push_plan(LauncherPlan(self._round(), run=run))
 
     def take_stacks(self, token: str) -> None:
-        """Request the stacks of all ranks from the launcher, which sends `Stacks`."""
-        self._push(LocalRole.LAUNCHER, TakeStacks(self._round(), token))
+        """Request the stacks of all ranks from the launcher. `launcher_state` has them."""
+        self._push_plan(LauncherPlan(self._round(), stacks_token=token))
 
     def end(self, round_: int) -> None:
-        self._push(LocalRole.LAUNCHER, End(RestartRound(round_)))
+        """Let the launcher end the ranks of older rounds."""
+        self._push_plan(LauncherPlan(RestartRound(round_)))
+
+    def launcher_state(
+        self,
+        condition: Callable[[LauncherState], object],
+        what: str,
+        timeout_seconds: float = 120.0,
+    ) -> LauncherState:
+        """Wait for a state of the launcher that meets a condition, and return the newest one.
+
+        Raises AssertionError at the time-out.
+        """
+
+        def found() -> list[LauncherState]:
+            states = (m for m in self.received if isinstance(m, LauncherState))
+            return [state for state in states if condition(state)]
+
+        with self._condition:
+            assert self._condition.wait_for(found, timeout_seconds), what
+            return found()[-1]
+
+    def _push_plan(self, plan: LauncherPlan) -> None:
+        for connection in self._connections:
+            if connection.hello is not None and connection.hello.rank is None:
+                connection.push(plan)
 
     def messages(self, kind: type[Any]) -> list[Any]:
         """Return the received messages of one type."""

@@ -20,13 +20,12 @@ from holdfast_core.messages.schema import (
     Fill,
     Hello,
     HelloReply,
-    LocalRole,
+    LauncherPlan,
     Restore,
     RestorePoint,
     RestoreReply,
     SaveRequested,
     ShardFile,
-    StoreAddress,
 )
 from holdfast_core.messages.socket_frames import receive_frame, send_frame, write_frame
 
@@ -75,7 +74,7 @@ class Events:
 
     def hello(self) -> Hello:
         self._called("hello")
-        return Hello(PROTOCOL_VERSION, JobUid("job"), LocalRole.RANK, Rank(0), None)
+        return Hello(PROTOCOL_VERSION, JobUid("job"), Rank(0), None)
 
     def hello_accepted(self, reply: HelloReply) -> None:
         assert self.link is not None
@@ -187,7 +186,7 @@ def test_a_message_that_cannot_be_queued_fails_at_once(other: Other, link: Link)
     assert link.wait_connected(60)
     futures = []
     while not (futures and futures[-1].done()):  # the peer reads nothing
-        futures.append(link.submit(StoreAddress(ROUND, 1, "x" * 500_000)))
+        futures.append(link.submit(LauncherPlan(ROUND, stacks_token="x" * 500_000)))
     with pytest.raises(RefusedError, match="wait to be sent to the other side"):
         futures[-1].result()
 

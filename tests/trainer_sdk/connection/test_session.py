@@ -20,10 +20,9 @@ from holdfast_core.messages.schema import (
     OVERTAKEN,
     Fulfilled,
     HelloReply,
-    LevelReached,
     Refusal,
-    SaveFailed,
     Stage,
+    StepOutcome,
 )
 from holdfast_core.shm.slot_file import SlotFile, SlotState
 
@@ -108,15 +107,15 @@ def test_an_overtaken_save_does_not_count_as_failed(slot: Slot) -> None:
     session = session_with(link)
     handle = save(session, slot, 1)
     link.sent[0][1].set_result(Fulfilled())
-    session.push(SaveFailed(Step(1), ROUND, Level.LOCAL, OVERTAKEN, "by step 2"))
+    session.push(StepOutcome(Step(1), ROUND, Level.LOCAL, OVERTAKEN, "by step 2"))
     assert handle.level is None
     assert handle.overtaken
     assert handle.failure is None
     with pytest.raises(SaveFailedError, match="by step 2"):
         handle.wait("persisted", timeout=0)
     reached = save(session, slot, 3)
-    session.push(LevelReached(Step(3), ROUND, Level.LOCAL))
-    session.push(SaveFailed(Step(3), ROUND, Level.LOCAL, OVERTAKEN, "by step 4"))
+    session.push(StepOutcome(Step(3), ROUND, Level.LOCAL))
+    session.push(StepOutcome(Step(3), ROUND, Level.LOCAL, OVERTAKEN, "by step 4"))
     with pytest.raises(SaveTimeoutError):
         reached.wait("persisted", timeout=0)
 
@@ -139,7 +138,7 @@ def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
     header = slot.header()
     assert (header.state, header.step) == (SlotState.OWNED, 1)
     assert not handle.settled
-    session.push(LevelReached(Step(1), ROUND, Level.LOCAL))
+    session.push(StepOutcome(Step(1), ROUND, Level.LOCAL))
     assert handle.durable
     sidecars.close()
 
@@ -164,8 +163,8 @@ def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_acknowledged(
     ring, link, session = handing_over(tmp_path, 3)
     first, same, other = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Fulfilled())
-    session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
-    session.push(SaveFailed(Step(10), ROUND, Level.PERSISTED, "NotUploaded", "there is no room"))
+    session.push(StepOutcome(Step(10), ROUND, Level.LOCAL))
+    session.push(StepOutcome(Step(10), ROUND, Level.PERSISTED, "NotUploaded", "there is no room"))
     assert (first.level, same.level, other.level) == (Level.LOCAL, None, None)
     link.sent[1][1].set_result(Fulfilled())
     link.sent[2][1].set_exception(RefusedError(Refusal.CONFLICT, "other bytes"))
@@ -180,8 +179,8 @@ def test_a_level_that_does_not_exist_ends_its_waits_and_is_no_failure(tmp_path: 
     ring, link, session = handing_over(tmp_path, 2)
     first, again = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Fulfilled())
-    session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
-    session.push(SaveFailed(Step(10), ROUND, Level.PERSISTED, NO_OBJECT_TIER, "set a store"))
+    session.push(StepOutcome(Step(10), ROUND, Level.LOCAL))
+    session.push(StepOutcome(Step(10), ROUND, Level.PERSISTED, NO_OBJECT_TIER, "set a store"))
     link.sent[1][1].set_result(Fulfilled())
     for handle in (first, again):
         with pytest.raises(SaveFailedError, match=r"did not become persisted: .*set a store"):
@@ -199,7 +198,7 @@ def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
     ring, link, session = handing_over(tmp_path, 2)
     first, again = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Fulfilled())
-    session.push(SaveFailed(Step(10), ROUND, Level.LOCAL, OVERTAKEN, "by step 20"))
+    session.push(StepOutcome(Step(10), ROUND, Level.LOCAL, OVERTAKEN, "by step 20"))
     link.sent[1][1].set_result(Fulfilled())
     assert again.settled and again.overtaken
     for handle in (first, again):
@@ -236,9 +235,9 @@ def test_a_step_that_is_saved_again_after_a_failure_does_not_make_the_first_save
     ring, link, session = handing_over(tmp_path, 2)
     first, second = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Fulfilled())
-    session.push(SaveFailed(Step(10), ROUND, Level.LOCAL, "NodeVolumeError", "the disk failed"))
+    session.push(StepOutcome(Step(10), ROUND, Level.LOCAL, "NodeVolumeError", "the disk failed"))
     link.sent[1][1].set_result(Fulfilled())
-    session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
+    session.push(StepOutcome(Step(10), ROUND, Level.LOCAL))
     assert not first.durable
     assert second.durable
     assert second.failure is None
@@ -251,7 +250,7 @@ def test_a_repeated_save_whose_slot_was_freed_during_a_disconnection_is_acknowle
     ring, link, session = handing_over(tmp_path, 2)
     first, second = (save(session, slot, 10) for slot in ring.slots)
     link.sent[0][1].set_result(Fulfilled())
-    session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
+    session.push(StepOutcome(Step(10), ROUND, Level.LOCAL))
     link.sent[1][1].set_exception(UnavailableError("the connection ended"))
     # The sidecar frees the slot when its bytes equal those of the first save.
     ring.slots[1].abandon()

@@ -35,7 +35,7 @@ from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.persister import DirectoryService
 from holdfast_core.format.canonical import digest_of, unsealed
 from holdfast_core.ids import Level, Rank, Step
-from holdfast_core.messages.schema import Fill, LevelReached, Policy, SlotOffer, Stage
+from holdfast_core.messages.schema import Fill, Policy, SlotOffer, Stage, StepOutcome
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
@@ -64,7 +64,7 @@ class Gang:
 
     def __init__(self, directory: Path, memory: Path) -> None:
         self.memory = memory
-        self.levels: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.levels: queue.SimpleQueue[StepOutcome] = queue.SimpleQueue()
         for rank in range(WORLD):
             (memory / slot_name(Rank(rank), 0)).write_bytes(bytes(HEADER_BYTES + CAPACITY))
             self.slot(rank).write_header(SlotHeader(SlotState.FREE, Rank(rank), CAPACITY))
@@ -86,7 +86,7 @@ class Gang:
         self.stage(step)
         for _ in range(WORLD):
             message = self.levels.get(timeout=60)
-            while not (isinstance(message, LevelReached) and message.level is Level.LOCAL):
+            while message.failed or message.level is not Level.LOCAL:
                 message = self.levels.get(timeout=60)
         announce(f"committed {step}")
 

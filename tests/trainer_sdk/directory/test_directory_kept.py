@@ -15,7 +15,7 @@ from holdfast.directory.uploads import FolderUploads
 from holdfast.slots.staging import SlotRing
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import CheckpointId, Level, Rank, Step
-from holdfast_core.messages.schema import LevelReached, Policy, Stage
+from holdfast_core.messages.schema import Policy, Stage, StepOutcome
 from holdfast_core.node.tier import manifests_in
 from holdfast_core.shm.shared_files import LayoutFiles
 
@@ -78,7 +78,7 @@ def save(service: DirectoryService, ring: SlotRing, step: int) -> None:
     pushed: queue.SimpleQueue[object] = queue.SimpleQueue()
     stage = Stage(service.round, Step(step), Rank(0), slot.name, SIZE, digest_of(LAYOUT))
     service.handle(stage, pushed.put)
-    _next(pushed, lambda m: isinstance(m, LevelReached) and m.level is Level.LOCAL)
+    _next(pushed, lambda m: isinstance(m, StepOutcome) and not m.failed and m.level is Level.LOCAL)
 
 
 def _next(pushed: queue.SimpleQueue[object], wanted: Callable[[object], bool]) -> None:

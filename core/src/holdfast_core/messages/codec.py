@@ -196,4 +196,7 @@ def _sent(value: Any) -> Any:
 @functools.cache
 def _defaults(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
     """Return the name and the default of each field. The default of a required field equals no value."""
-    return tuple((field.name, field.default) for field in dataclasses.fields(kind))
+    return tuple(
+        (f.name, f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
+        for f in dataclasses.fields(kind)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -30,11 +30,14 @@ from holdfast_core.ids import (
 from holdfast_core.messages.codec import (
     Clipped,
     ClippedText,
+    ExitCode,
     Factor,
     Natural,
     Reason,
+    Reported,
     Seconds,
     ShortText,
+    Sparse,
     Text,
 )
 
@@ -191,6 +194,34 @@ class RankWork:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress(Clipped, Sparse):
+    """Rank -> sidecar, no reply: the newest finished step of a rank, and what its saves have cost so far.
+
+    The rank sends it again when a cost has changed, and after a reconnect. WorkerReport has the newest one of
+    each rank.
+    """
+
+    round: RestartRound
+    rank: Rank
+    step: Step
+    metrics: Reported = field(default_factory=dict)
+    blocked_seconds: Seconds = 0.0
+    """Seconds for which saves blocked training in this round."""
+    saves_skipped: Natural = 0
+    """Saves that this rank skipped in this round because no slot was free."""
+    interval: Interval | None = None
+    """The interval between saves, if it is given as a time."""
+    finished: Natural = 0
+    """Number of steps that this process has finished. Steps that it repeats after a rollback count again."""
+    step_seconds: Seconds | None = None
+    """Median time of its last steps without pauses. None until it has finished a few."""
+    paused: ShortText = ""
+    """What keeps the rank from finishing steps for now, such as an evaluation. "": it trains."""
+    work: RankWork | None = None
+    """None: it was not measured, or not often enough yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankStack(Clipped):
     """What one rank does while its gang finishes no step, as its launcher found it."""
 
@@ -219,6 +250,21 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadRank(Clipped):
+    """A rank process that ended without a request to do so, and not with code 0."""
+
+    rank: Rank
+    worker: Worker
+    code: ExitCode
+    """Exit code, or -N for signal N."""
+    message: ClippedText = ""
+    """The end of the traceback, at most 2 KiB."""
+    out_of_memory: MemoryUse | None = None
+    """Set if the kernel ended a process of the container in this round because memory ran out. None as well
+    if the launcher ended with it."""
+
+
+@dataclass(frozen=True, slots=True)
 class RestorePoint:
     """Checkpoint that a round starts from. `step` None means that there is nothing to restore."""
 
@@ -240,12 +286,19 @@ class RestorePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class LevelReached:
-    """The step has reached `level`. Part of Plan, and push to the rank that staged the step."""
+class StepOutcome(Clipped):
+    """The step has reached `level`, or will not. Part of Plan, and push to the rank that staged the step."""
 
     step: Step
     round: RestartRound
     level: Level
+    reason: Text = ""
+    """Why it will not. "": it has."""
+    message: ClippedText = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.reason != ""
 
 
 @dataclass(frozen=True, slots=True)

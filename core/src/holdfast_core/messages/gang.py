@@ -13,17 +13,15 @@ from msgspec import Meta
 from holdfast_core.ids import (
     ByteRange,
     Digest,
-    JobUid,
-    Rank,
     RestartRound,
     ShardRef,
     Step,
 )
 from holdfast_core.messages.codec import Many, Natural, Sparse, Text
 from holdfast_core.messages.common import (
-    LevelReached,
     Refused,
     RestorePoint,
+    StepOutcome,
 )
 
 MAX_KEY = 512
@@ -120,7 +118,7 @@ class Plan(Sparse):
     """Identifies the process that has made the plan. "": there is no plan yet."""
     version: Natural = 0
     """Grows with each change in that process."""
-    levels: Many[LevelReached] = ()
+    levels: Many[StepOutcome] = ()
     """The ranks that wait for these levels are notified."""
     write: Step | None = None
     """The step that every rank whose slot holds it writes to its node tier next."""
@@ -137,17 +135,3 @@ class Plan(Sparse):
     """The gang was requested to save and stop."""
     released: bool = False
     """The sidecar may answer `Finish`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """POST /v1/suspect, sidecar -> sidecar: bytes of this shard that the receiver served did not verify.
-
-    The receiver does not trust the message. It verifies its own copy and quarantines it if it is corrupt.
-    """
-
-    job_uid: JobUid
-    step: Step
-    step_round: RestartRound
-    rank: Rank
-    blake3: Digest

@@ -43,6 +43,7 @@ from holdfast_core.messages.codec import (
     dumps,
 )
 from holdfast_core.messages.common import (
+    DeadRank,
     Failure,
     Policy,
     RestorePoint,
@@ -50,7 +51,6 @@ from holdfast_core.messages.common import (
 )
 from holdfast_core.messages.report import (
     AcceptedRound,
-    DeadRank,
 )
 
 FIRST_ROUND = RestartRound(0)
@@ -65,12 +65,6 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyAssignment:
-    source: Worker
-    target: Worker
-
-
-@dataclass(frozen=True, slots=True)
 class Round:
     """POST /v1/round, operator -> sidecar; reply Inventory. It starts the restart round or updates it."""
 
@@ -82,7 +76,8 @@ class Round:
     """The worker whose launcher hosts the TCPStore of this round."""
     workers: Natural
     members: Annotated[tuple[Member, ...], PerWorker]
-    copies: Annotated[tuple[CopyAssignment, ...], PerRank]
+    copies: Annotated[dict[Worker, Many[Worker]], PerWorker]
+    """For each worker whose shards are copied, the workers that keep the copies."""
     policy: Policy
     pinned: Many[Step] = ()
     """Pinned steps, which must not be pruned."""
@@ -108,13 +103,6 @@ class Round:
         """
         content = replace(self, version=0, last_persisted=None)
         return Digest("b3:" + blake3(dumps(content)).hexdigest())
-
-    def targets(self) -> dict[Worker, tuple[Worker, ...]]:
-        """Return the workers that receive copies of the shards of each worker."""
-        found: dict[Worker, tuple[Worker, ...]] = {}
-        for copy in self.copies:
-            found[copy.source] = (*found.get(copy.source, ()), copy.target)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,16 +219,6 @@ class RoundTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoredFrom:
-    """Number of ranks by the farthest tier from which their state was read."""
-
-    memory: Natural = 0
-    node: Natural = 0
-    peer: Natural = 0
-    object: Natural = 0
-
-
-@dataclass(frozen=True, slots=True)
 class GangProgress:
     """How far the ranks are that have finished a step of this round."""
 
@@ -322,9 +300,9 @@ class CoordinatorState(Clipped):
     to call no other sidecar of the gang."""
     stragglers: Annotated[tuple[Straggler, ...], Meta(max_length=MAX_STRAGGLERS)] = ()
     """The slowest ranks, by rank. Nothing restarts because of them."""
-    restored_from: RestoredFrom | None = None
-    """None before every worker has its shards. Until a rank has restored, it counts by the tier that brought
-    its shard to the node."""
+    restored_from: Annotated[dict[TierName, Natural], Meta(max_length=len(TierName))] | None = None
+    """Number of ranks by the farthest tier from which their state was read. Until a rank has restored, it
+    counts by the tier that brought its shard to the node. None before every worker has its shards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,11 @@ and gets exactly one reply with the same id (its reply type or Refused). A push 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Annotated
 
 from holdfast_core.ids import (
     Digest,
     JobUid,
-    Level,
     Rank,
     RestartRound,
     ShardRef,
@@ -22,23 +20,15 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.codec import (
-    Clipped,
-    ClippedText,
-    ExitCode,
     Many,
     Natural,
     PerRank,
-    Reported,
-    Seconds,
-    ShortText,
     Text,
 )
 from holdfast_core.messages.common import (
-    Interval,
-    MemoryUse,
+    DeadRank,
     Policy,
     RankStack,
-    RankWork,
     RestorePoint,
 )
 
@@ -46,18 +36,13 @@ PROTOCOL_VERSION = 1
 
 
 OVERTAKEN = "Overtaken"
-"""Reason of SaveFailed for a step that a newer one replaced. It is not an error."""
+"""Reason of StepOutcome for a step that a newer one replaced. It is not an error."""
 NO_OBJECT_TIER = "NoObjectTier"
-"""Reason of SaveFailed for level persisted where there is no object store. The save has not failed: the level
-does not exist for it, and a wait for the level ends."""
+"""Reason of StepOutcome for level persisted where there is no object store. The save has not failed: the
+level does not exist for it, and a wait for the level ends."""
 STORE_TAKEN = "StoreTaken"
-"""Reason of SaveFailed for level persisted when another run has taken the store. This run uploads
+"""Reason of StepOutcome for level persisted when another run has taken the store. This run uploads
 nothing more."""
-
-
-class LocalRole(StrEnum):
-    LAUNCHER = "launcher"
-    RANK = "rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +51,8 @@ class Hello:
 
     version: Natural
     job_uid: JobUid
-    role: LocalRole
     rank: Rank | None = None
+    """None from a launcher."""
     round: RestartRound | None = None
     """From a rank: its round. From a launcher: the round whose ranks run now, None if none run."""
     last_round: RestartRound | None = None
@@ -217,45 +202,6 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress(Clipped):
-    """Rank -> sidecar, no reply: the step that has just finished.
-
-    The rank may send the same step again: with the cost of a save after it, or, after a reconnect, without
-    costs.
-    """
-
-    round: RestartRound
-    rank: Rank
-    step: Step
-    metrics: Reported = field(default_factory=dict)
-    blocked_seconds: Seconds = 0.0
-    """Seconds for which saves blocked training since the last Progress."""
-    saves_skipped: Natural = 0
-    """Saves that this rank skipped since the last Progress."""
-    interval: Interval | None = None
-    """The interval between saves, if it is given as a time."""
-    finished: Natural = 0
-    """Number of steps that this process has finished. Steps that it repeats after a rollback count again."""
-    step_seconds: Seconds | None = None
-    """Median time of its last steps without pauses. None until it has finished a few."""
-    paused: ShortText = ""
-    """What keeps the rank from finishing steps for now, such as an evaluation. "": it trains."""
-    work: RankWork | None = None
-    """None: it was not measured, or not often enough yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveFailed(Clipped):
-    """Push to the rank that staged the step: the step will not reach `level`."""
-
-    step: Step
-    round: RestartRound
-    level: Level
-    reason: Text
-    message: ClippedText
-
-
-@dataclass(frozen=True, slots=True)
 class SaveRequested:
     """Push to rank 0: all that was requested of the gang in this round. A repetition changes nothing.
 
@@ -289,15 +235,22 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class HostStore:
-    """Push to the launcher of the store host: start this round's TCPStore process on any free port."""
+class LauncherPlan:
+    """Push to the launcher: all that it is to do. A repetition changes nothing."""
 
     round: RestartRound
+    """The launcher ends the ranks and the TCPStore of older rounds, by SIGKILL."""
+    hosts_store: bool = False
+    """It runs the TCPStore of this round on any free port."""
+    run: Run | None = None
+    """The restore barrier is open: it forks the ranks, unless it has forked those of this round before."""
+    stacks_token: Text = ""
+    """The gang finishes no step: it finds out where each rank is, once for each token. "": it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Launcher -> sidecar, no reply: the TCPStore of this round listens on `port`.
+    """Part of LauncherState: the TCPStore of this round listens on `port`.
 
     Reply of GET /v1/rendezvous?round=R&timeout=S on the store host's sidecar: where it listens.
     """
@@ -314,50 +267,22 @@ class StoreAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """Push to the launcher: a newer round is sealed. Send SIGKILL to all ranks, then send Ended."""
+class LauncherState:
+    """Launcher -> sidecar, no reply: all that the launcher has to report. Sent when something has changed."""
 
-    round: RestartRound
-    """The newer round."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Launcher -> sidecar, no reply: no rank of a round older than this one is running."""
-
-    round: RestartRound
-
-
-@dataclass(frozen=True, slots=True)
-class Exited(Clipped):
-    """Launcher -> sidecar, no reply: a rank process ended without a request to do so."""
-
-    round: RestartRound
-    rank: Rank
-    code: ExitCode
-    """Exit code, or -N for signal N."""
-    message: ClippedText = ""
-    """The end of the traceback, at most 2 KiB."""
-    out_of_memory: MemoryUse | None = None
-    """Set if the kernel ended a process of the container in this round because memory ran out."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakeStacks:
-    """Push to the launcher: the gang finishes no step. Find out where each rank is, and send Stacks."""
-
-    round: RestartRound
-    token: Text
-    """Identifies the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stacks:
-    """Launcher -> sidecar, no reply: where the ranks of this pod are. The launcher's log has whole stacks."""
-
-    round: RestartRound
-    token: Text
-    ranks: Annotated[tuple[RankStack, ...], PerRank]
+    round: RestartRound | None = None
+    """The round whose ranks run, or have ended by themselves. None if there are none."""
+    ended_below: RestartRound | None = None
+    """No rank of a round older than this one is running."""
+    returned: Annotated[tuple[Rank, ...], PerRank] = ()
+    """Ranks of `round` that have exited with code 0."""
+    dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
+    """Ranks of `round` that have ended in another way."""
+    store: StoreAddress | None = None
+    stacks_token: Text = ""
+    """`LauncherPlan.stacks_token` that `stacks` is the reply to."""
+    stacks: Annotated[tuple[RankStack, ...], PerRank] = ()
+    """Where the ranks of `round` are. The launcher's log has whole stacks."""
 
 
 @dataclass(frozen=True, slots=True)

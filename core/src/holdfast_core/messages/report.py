@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from msgspec import Meta
@@ -23,37 +23,23 @@ from holdfast_core.messages.codec import (
     MAX_VALUED_STEPS,
     Clipped,
     ClippedText,
-    ExitCode,
     Many,
     Natural,
     PerRank,
     PerWorker,
     Reported,
     Seconds,
-    ShortText,
     Sparse,
     Text,
 )
 from holdfast_core.messages.common import (
+    DeadRank,
     Failure,
-    Interval,
-    MemoryUse,
+    Progress,
     RankStack,
-    RankWork,
-    Refusal,
     ShardInfo,
 )
 from holdfast_core.messages.gang import Reference
-
-
-@dataclass(frozen=True, slots=True)
-class DeadRank(Clipped):
-    rank: Rank
-    worker: Worker
-    code: ExitCode
-    message: ClippedText = ""
-    out_of_memory: MemoryUse | None = None
-    """None: memory did not run out, or its launcher ended with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +59,6 @@ class RankSaves(Sparse):
     """Those of them that wait in slots. Only the coordinator's choice, or a seal, has them written."""
     writes: bool = False
     """Whether a slot of the rank is being written now."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """What the script of rank 0 had reported when it saved a step."""
-
-    step: Step
-    values: Reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,36 +88,6 @@ class ReportedShard(Sparse):
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedShard(Clipped):
-    """A reported shard that the coordinator does not accept, and why."""
-
-    step: Step
-    rank: Rank
-    code: Refusal
-    """CONFLICT: the rank reported another digest for the step. BAD_REQUEST: the step is not above the
-    restore point."""
-    message: ClippedText
-
-
-@dataclass(frozen=True, slots=True)
-class RankProgress(Clipped, Sparse):
-    """Newest finished step of one rank."""
-
-    rank: Rank
-    step: Step
-    blocked_seconds: Seconds = 0.0
-    """Seconds for which saves blocked training in this round."""
-    finished: Natural = 0
-    """See Progress."""
-    step_seconds: Seconds | None = None
-    """See Progress."""
-    paused: ShortText = ""
-    """See Progress."""
-    work: RankWork | None = None
-    """See Progress."""
-
-
-@dataclass(frozen=True, slots=True)
 class AcceptedRound:
     """The ROUND message that a sidecar has accepted."""
 
@@ -160,7 +108,8 @@ class WorkerReport(Clipped, Sparse):
 
     round: RestartRound
     worker: Worker
-    progress: Annotated[tuple[RankProgress, ...], PerRank] = ()
+    progress: Annotated[tuple[Progress, ...], PerRank] = ()
+    """Without `metrics`, and the interval between saves of rank 0 only."""
     dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
     failures: Many[Failure] = ()
     rehydrate_seconds: Seconds | None = None
@@ -177,7 +126,6 @@ class WorkerReport(Clipped, Sparse):
     leaves: bool = False
     """The pod is ending, and its ranks have stopped. Unless a pod that stays has copies of its shards, the
     gang's newest step is lost with it, or is persisted before."""
-    saves_skipped: Natural = 0
     saves: Annotated[tuple[RankSaves, ...], PerRank] = ()
     shards: Annotated[tuple[ReportedShard, ...], Meta(max_length=MAX_REPORTED)] = ()
     """The shards of the worker's ranks. If there are too many, the oldest are missing."""
@@ -188,9 +136,9 @@ class WorkerReport(Clipped, Sparse):
     manifests: Annotated[tuple[CheckpointId, ...], Meta(max_length=MAX_LISTED)] = ()
     """With `has_all_shards`, the newest checkpoints of the job whose manifest is on the worker's node. Where
     another node has lost its shard, nothing else says that a step is committed."""
-    interval: Interval | None = None
-    """The interval between saves as rank 0 has reported it, if it is given as a time and rank 0 is here."""
-    step_metrics: Annotated[tuple[StepMetrics, ...], Meta(max_length=MAX_VALUED_STEPS)] = ()
+    step_metrics: Annotated[dict[Step, Reported], Meta(max_length=MAX_VALUED_STEPS)] = field(
+        default_factory=dict
+    )
     """The newest saves of rank 0 for which its script had reported metrics, if rank 0 is here. Older ones are
     known only to a coordinator that has received them before."""
     stacks_token: Text = ""
@@ -243,8 +191,10 @@ class Ok(Sparse):
     wants_shards: Annotated[tuple[Worker, ...], PerWorker] = ()
     """Workers whose reports lack shards, and of which the coordinator has never received all. Their next
     reports have all."""
-    refused: Annotated[tuple[RefusedShard, ...], PerWorker] = ()
-    """The first shard of each report that the coordinator does not accept. It accepts the others."""
+    refused: Annotated[tuple[Failure, ...], PerWorker] = ()
+    """The first shard of each report that the coordinator does not accept, by its step. It accepts the
+    others. The reason is Conflict if the rank reported another digest for the step, and BadRequest if the
+    step is not above the restore point."""
     stacks_token: Text = ""
     """The coordinator requests the stacks of all ranks, because the gang finishes no step. It identifies the
     request. "": there is none."""

@@ -40,7 +40,7 @@ from holdfast_core.format.rank_layout import (
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 from holdfast_core.messages.codec import Natural, dumps, loads
-from holdfast_core.messages.schema import Refusal, Refused, SaveFailed, ShardInfo, Stage
+from holdfast_core.messages.schema import Refusal, Refused, ShardInfo, Stage, StepOutcome
 from holdfast_core.shards.file import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
 from holdfast_core.shm.shared_files import (
@@ -94,7 +94,7 @@ class SaveReports(Protocol):
     def continues(self, stage: Stage) -> None:
         """The write has room or progress again."""
 
-    def failed(self, stage: Stage, error: Exception) -> SaveFailed:
+    def failed(self, stage: Stage, error: Exception) -> StepOutcome:
         """The save has failed. Return what its rank is sent."""
         ...
 

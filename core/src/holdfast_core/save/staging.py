@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from holdfast_core.clock import Clock
 from holdfast_core.errors import CapacityError, FormatError, HoldfastError, RefusedError
 from holdfast_core.ids import CheckpointId, Rank, Step
-from holdfast_core.messages.schema import Refusal, SaveFailed, Stage
+from holdfast_core.messages.schema import Refusal, Stage, StepOutcome
 from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.save.place import (
     OwnedSlot,
@@ -61,7 +61,7 @@ class WriteOutcome:
 
     stage: Stage
     record: ShardRecord | None
-    failed: SaveFailed | None = None
+    failed: StepOutcome | None = None
 
 
 class Room:

@@ -35,7 +35,6 @@ from holdfast_core.api import (
 )
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
-    CopyAssignment,
     Member,
     Policy,
     RestorePoint,
@@ -248,8 +247,8 @@ def awaits_coordinator(world: World) -> bool:
 # --------------------------------------------------------------------------- copies
 
 
-def place_copies(domains: tuple[str, ...], copies: int) -> tuple[CopyAssignment, ...]:
-    """Return the workers that keep copies, sorted by source and target.
+def place_copies(domains: tuple[str, ...], copies: int) -> dict[Worker, tuple[Worker, ...]]:
+    """Return, for each worker, the workers that keep copies of its shards.
 
     Args:
         domains: The topology domain of each worker.
@@ -258,14 +257,14 @@ def place_copies(domains: tuple[str, ...], copies: int) -> tuple[CopyAssignment,
     count = len(domains)
     copies = min(copies, count - 1)
     if copies <= 0:
-        return ()
+        return {}
     order = sorted(range(count), key=lambda w: (domains[w], w))
     largest = max(Counter(domains).values())
-    found: list[CopyAssignment] = []
-    for position, source in enumerate(order):
-        for target in _targets(order, domains, position, largest, copies):
-            found.append(CopyAssignment(Worker(source), Worker(target)))
-    return tuple(sorted(found, key=lambda a: (a.source, a.target)))
+    found = {
+        source: sorted(_targets(order, domains, position, largest, copies))
+        for position, source in enumerate(order)
+    }
+    return {Worker(w): tuple(map(Worker, found[w])) for w in sorted(found)}
 
 
 def _targets(

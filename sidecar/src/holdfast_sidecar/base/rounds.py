@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from holdfast_core.ids import Digest, RestartRound, Worker, is_spare, ranks_of
+from holdfast_core.ids import Digest, RestartRound, ShardRef, Worker, is_spare, ranks_of
 from holdfast_core.messages.schema import (
     AcceptedRound,
     CopyRequest,
@@ -29,7 +29,6 @@ from holdfast_core.messages.schema import (
     Refused,
     Round,
     Seal,
-    Suspect,
     WorkerReport,
     WorkerReports,
 )
@@ -106,7 +105,7 @@ class RoundState:
         """Return the workers to which this worker has to copy its shards."""
         if self.accepted is None:
             return ()
-        return tuple(c.target for c in self.accepted.copies if c.source == self.worker)
+        return self.accepted.copies.get(self.worker, ())
 
     def sealed_for(self, round_: RestartRound) -> RoundState:
         """Return the state after the SEAL of a newer round."""
@@ -167,7 +166,7 @@ RULES: dict[type[Any], Rule] = {
     Prune: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
     CopyRequest: Rule(From.MEMBER, To.ANY, fenced=True),
     WorkerReports: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
-    Suspect: Rule(From.MEMBER, To.ANY, fenced=False),
+    ShardRef: Rule(From.MEMBER, To.ANY, fenced=False),
 }
 
 
@@ -450,7 +449,7 @@ def _not_assigned(state: RoundState, caller: Caller, message: CopyRequest) -> Re
     member, accepted = state.member_of_pod(caller.pod), state.accepted
     if member is None or accepted is None:
         return _not_member(state, caller)
-    if not any(c.source == member.worker and c.target == state.worker for c in accepted.copies):
+    if state.worker not in accepted.copies.get(member.worker, ()):
         return state.refused(
             Refusal.NOT_ASSIGNED,
             f"no copies of worker {member.worker} are assigned to worker {state.worker} "

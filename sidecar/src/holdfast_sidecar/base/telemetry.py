@@ -28,7 +28,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import Level, Rank, Step, TierName
 from holdfast_core.messages.common import Interval
-from holdfast_core.messages.schema import Failure, Refusal, SaveFailed, Stage
+from holdfast_core.messages.schema import Failure, Refusal, Stage, StepOutcome
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
@@ -537,10 +537,10 @@ class NodeReports:
     def continues(self, stage: Stage) -> None:
         self._failures.healthy(_subject(stage))
 
-    def failed(self, stage: Stage, error: Exception) -> SaveFailed:
+    def failed(self, stage: Stage, error: Exception) -> StepOutcome:
         failure = self._failures.note(_subject(stage), TierName.NODE, error, step=stage.step)
         self._metrics.save_failed(failure.reason)
-        return SaveFailed(stage.step, stage.round, Level.LOCAL, failure.reason, failure.message)
+        return StepOutcome(stage.step, stage.round, Level.LOCAL, failure.reason, failure.message)
 
     def dropped(self, steps: int) -> None:
         self._metrics.dropped(steps)

@@ -23,10 +23,10 @@ from holdfast_core import logs
 from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.ids import CheckpointId, Rank, Step, TierName, Worker, ranks_of
 from holdfast_core.messages.schema import (
+    Failure,
     Ok,
     Prune,
     Refusal,
-    RefusedShard,
     RestorePoint,
     Round,
     WorkerReport,
@@ -257,7 +257,7 @@ class Commits:
         pending = self.choice().pending or self._ledger.pending
         return not (pending or self._ledger.on_way_to_store)
 
-    def take_shards(self, message: WorkerReport) -> RefusedShard | None:
+    def take_shards(self, message: WorkerReport) -> Failure | None:
         """Record the shards of a report, then act on the steps of which something is new.
 
         Returns:
@@ -265,21 +265,25 @@ class Commits:
         """
         base = self._parts.message.restore_point.step
         new = set[Step]()
-        refused: list[RefusedShard] = []
+        refused: list[Failure] = []
+
+        def refuse(step: Step, code: Refusal, why: str) -> None:
+            refused.append(Failure(step, TierName.PEER, code, why, message.worker))
+
         for found in message.shards:
-            step, rank = found.step, found.shard.rank
+            step = found.step
             if found.round != message.round:
                 with contextlib.suppress(Conflict):
                     self._ledger.take(found)
             elif base is not None and step <= base:
                 why = f"step {step} is not above the restore point (step {base})"
-                refused.append(RefusedShard(step, rank, Refusal.BAD_REQUEST, why))
+                refuse(step, Refusal.BAD_REQUEST, why)
             elif not self._ledger.is_forgotten(step):
                 try:
                     if self._ledger.take(found):
                         new.add(step)
                 except Conflict as error:
-                    refused.append(RefusedShard(step, rank, Refusal.CONFLICT, str(error)))
+                    refuse(step, Refusal.CONFLICT, str(error))
         # All shards are recorded first: a choice about slots must not take a later one of them for skipped.
         for step in sorted(new):
             self._advance(step)

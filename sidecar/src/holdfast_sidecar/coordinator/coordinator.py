@@ -25,7 +25,6 @@ from holdfast_core.messages.schema import (
     Plan,
     Prune,
     Refusal,
-    RefusedShard,
     RestorePoint,
     Round,
     Straggler,
@@ -102,7 +101,7 @@ class Coordinator:
             tiers,
             failures,
             message,
-            message.targets(),
+            message.copies,
             self._ledger,
             self._gathered,
             plans,
@@ -144,7 +143,7 @@ class Coordinator:
         if complete and not all(m.address for m in self._parts.message.members):
             self._gathered.started = self._parts.pod.clock.monotonic()
         self._parts.message = message
-        self._parts.targets = message.targets()
+        self._parts.targets = message.copies
         self._ledger.expects_copies = _expects_copies(message)
         self._uploads.policy(message)
         self._parts.changed()
@@ -175,7 +174,7 @@ class Coordinator:
     def report(self, message: WorkerReports) -> Ok:
         """Take over the states of workers."""
         wants_shards: list[Worker] = []
-        refused: list[RefusedShard] = []
+        refused: list[Failure] = []
         for report in message.reports:
             found = self._take(report)
             if found is not None:
@@ -190,7 +189,7 @@ class Coordinator:
             self._end.waits_for_store,
         )
 
-    def _take(self, message: WorkerReport) -> RefusedShard | None:
+    def _take(self, message: WorkerReport) -> Failure | None:
         """Take over a worker's state. Return the first of its shards that is not accepted."""
         before = self._gathered.reports.get(message.worker)
         if message.has_all_shards:

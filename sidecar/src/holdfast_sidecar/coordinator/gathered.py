@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from holdfast_core.ids import Rank, Step, Worker
+from holdfast_core.ids import Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     AcceptedRound,
     DeadRank,
@@ -15,7 +15,6 @@ from holdfast_core.messages.schema import (
     Interval,
     RankSaves,
     RankStack,
-    RestoredFrom,
     RoundTimes,
     WorkerReport,
 )
@@ -93,8 +92,7 @@ class Gathered:
             (self._waiting, bool(report.waiting)),
         ):
             (workers.add if holds else workers.discard)(worker)
-        for saved in report.step_metrics:
-            self._metrics[saved.step] = saved.values
+        self._metrics.update(report.step_metrics)
         while len(self._metrics) > _VALUED_STEPS:
             del self._metrics[min(self._metrics)]
         self._received_at[worker] = now
@@ -197,7 +195,9 @@ class Gathered:
     def interval(self) -> Interval | None:
         """The interval between saves as rank 0 has reported it, if it is given as a time."""
         report = self.reports.get(Worker(0))
-        return None if report is None else report.interval
+        if report is None:
+            return None
+        return next((p.interval for p in report.progress if p.rank == 0), None)
 
     @property
     def finished(self) -> Step | None:
@@ -252,15 +252,14 @@ class Gathered:
 
     @property
     def saves_skipped(self) -> int:
-        return sum(r.saves_skipped for r in self.reports.values())
+        return sum(p.saves_skipped for r in self.reports.values() for p in r.progress)
 
     @property
-    def restored_from(self) -> RestoredFrom | None:
+    def restored_from(self) -> dict[TierName, int] | None:
         """Number of ranks by tier. None before every worker has its shards."""
         if self.times.rehydrate_seconds is None:
             return None
-        tiers = (str(tier) for r in self.reports.values() for tier in r.restored_from)
-        return RestoredFrom(**Counter(tiers))
+        return dict(Counter(t for r in self.reports.values() for t in r.restored_from))
 
     @property
     def times(self) -> RoundTimes:

@@ -31,12 +31,12 @@ from holdfast_core.format.manifest import (
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Level, Rank, Step
 from holdfast_core.messages.schema import (
-    LevelReached,
     Plan,
     RankSaves,
     RestorePoint,
     Round,
     ShardInfo,
+    StepOutcome,
 )
 from holdfast_core.retention import (
     MIN_KEPT,
@@ -315,7 +315,7 @@ def plan(ledger: Ledger, *, released: bool = False, is_first: bool = False) -> P
     return Plan(
         ledger.round,
         levels=tuple(
-            LevelReached(step, entry.round, entry.level)
+            StepOutcome(step, entry.round, entry.level)
             for step, entry in steps
             if entry.level is not None
         ),

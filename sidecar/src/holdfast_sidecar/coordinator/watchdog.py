@@ -61,7 +61,7 @@ from holdfast_core.messages.schema import (
     Hang,
     Interval,
     Policy,
-    RankProgress,
+    Progress,
     RankStack,
     RankWork,
     Straggler,
@@ -489,7 +489,7 @@ class StragglerWatch:
         return self.ranks != before
 
     def _compare(
-        self, peers: list[tuple[RankProgress, RankWork]], policy: Policy, least_seconds: float
+        self, peers: list[tuple[Progress, RankWork]], policy: Policy, least_seconds: float
     ) -> list[Straggler]:
         """Return the stragglers of some ranks with the same work.
 
@@ -524,9 +524,9 @@ class StragglerWatch:
         return found
 
 
-def _comparable(progress: list[RankProgress]) -> list[list[tuple[RankProgress, RankWork]]]:
+def _comparable(progress: list[Progress]) -> list[list[tuple[Progress, RankWork]]]:
     """Return the ranks that measure their work, those with the same work together."""
-    found = defaultdict[int, list[tuple[RankProgress, RankWork]]](list)
+    found = defaultdict[int, list[tuple[Progress, RankWork]]](list)
     for one in progress:
         if one.work is not None:
             found[one.work.parameters].append((one, one.work))

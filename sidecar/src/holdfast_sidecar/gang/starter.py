@@ -15,15 +15,15 @@ from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Rank, RestartRound
 from holdfast_core.messages.schema import (
-    End,
     Hello,
-    HostStore,
+    LauncherPlan,
+    LauncherState,
     Run,
     StoreAddress,
 )
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.rounds import relay_of
+from holdfast_sidecar.base.rounds import RoundState, relay_of
 from holdfast_sidecar.gang.barrier import Facts, open_barrier
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.wire.client import Peers
@@ -56,6 +56,8 @@ class Starter:
         self._store_known = asyncio.Event()
         self._last_round: RestartRound | None = None
         self._ended = asyncio.Event()
+        self._run: Run | None = None
+        """The barrier of this round is open."""
         self._waiting = logs.Changed()
 
     @property
@@ -71,7 +73,7 @@ class Starter:
         if state.accepted is None:
             return
         if state.accepted.store_host == state.worker:
-            self._connections.push_launcher(HostStore(state.round))
+            self.push_plan()
         else:
             self._tasks.spawn(self._ask_for_store(state.round), "rendezvous")
         self.evaluate()
@@ -79,7 +81,7 @@ class Starter:
     async def reset(self) -> None:
         """Forget the rendezvous of the round that ended, because a newer round was sealed."""
         await self._tasks.cancel()
-        self._store = None
+        self._store = self._run = None
         known, self._store_known = self._store_known, asyncio.Event()
         known.set()
         self._gang.barrier_open = False
@@ -96,7 +98,7 @@ class Starter:
             # This sidecar has restarted and is sealed again for the round in which its ranks train, or end.
             return True
         self._ended.clear()
-        sent = self._connections.push_launcher(End(round_))
+        sent = self._connections.push_launcher(LauncherPlan(round_))
         if not sent or running is None:
             # No ranks run. A launcher without ranks may be busy preloading for long, so its reply is not
             # waited for.
@@ -127,7 +129,8 @@ class Starter:
         if not isinstance(run, Run):
             self._waiting.info("barrier", run, round=state.round)
             return
-        if self._connections.push_launcher(run):
+        if self.push_plan(run):
+            self._run = run
             logs.info("barrier open", round=state.round, step=run.restore_point.step)
             self._gang.running_round = state.round
             self._last_round = state.round
@@ -144,10 +147,7 @@ class Starter:
         state = self._pod.current()
         self._gang.running_round = hello.round
         self._last_round = hello.last_round
-        if hello.round is not None and hello.round < state.round:
-            self._connections.push_launcher(End(state.round))
-        if state.accepted is not None and state.accepted.store_host == state.worker:
-            self._connections.push_launcher(HostStore(state.round))
+        self.push_plan()
         if hello.round == state.round:
             self._gang.barrier_open = True
         elif hello.round is None and hello.last_round == state.round:
@@ -180,24 +180,37 @@ class Starter:
         self._gang.launcher_lost(ranks, "the launcher ended together with the trainer container")
         self._on_change()
 
-    def ended(self, round_: RestartRound) -> None:
-        """Handle Ended: the launcher has ended all ranks of rounds below `round_`."""
-        if round_ >= self._pod.current().round:
+    def reported(self, message: LauncherState) -> None:
+        """Handle the launcher's whole state."""
+        state, running = self._pod.current(), self._gang.running_round
+        if message.round == state.round:
+            self._gang.reported(message, state.own_ranks)
+        below = message.ended_below
+        # The state may have been sent before the launcher received the Run of this round.
+        if below is not None and below >= state.round and (running is None or running < below):
             self._gang.running_round = None
             self._ended.set()
-            self._on_change()
+        if message.store is not None and message.store.round == state.round:
+            self._opened_store(state, message.store)
+        self.evaluate()
 
-    def store_address(self, message: StoreAddress) -> None:
-        """Handle the launcher's StoreAddress: it has opened the TCPStore of this round in this pod."""
+    def push_plan(self, run: Run | None = None) -> bool:
+        """Send the launcher all that it is to do in this round. Return False if it is not connected."""
         state = self._pod.current()
+        hosts = state.accepted is not None and state.accepted.store_host == state.worker
+        plan = LauncherPlan(state.round, hosts, run or self._run, self._gang.stacks_wanted)
+        return self._connections.push_launcher(plan)
+
+    def _opened_store(self, state: RoundState, store: StoreAddress) -> None:
+        """Record the TCPStore of this round that the launcher has opened in this pod."""
         member = state.member(state.worker)
-        if message.round != state.round or member is None:
+        if member is None:
             return
         try:
             host = self._peers.endpoint(member).host
         except HoldfastError:
             host = self._pod.settings.contract.pod_ip
-        self._set_store(replace(message, host=host))
+        self._set_store(replace(store, host=host))
 
     # ------------------------------------------------------------------ rendezvous
 

@@ -24,19 +24,13 @@ from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
     OVERTAKEN,
     DeadRank,
-    Exited,
-    Interval,
-    LevelReached,
+    LauncherState,
     Ok,
     Progress,
-    RankProgress,
     RankSaves,
     RankStack,
-    SaveFailed,
     SaveRequested,
-    Stacks,
-    StepMetrics,
-    TakeStacks,
+    StepOutcome,
     WorkerReport,
     WorkerReports,
 )
@@ -78,8 +72,8 @@ class SavedMetrics:
             _shorten(self._saved, MAX_VALUED_STEPS)
 
     @property
-    def newest(self) -> tuple[StepMetrics, ...]:
-        return tuple(StepMetrics(step, values) for step, values in sorted(self._saved.items()))
+    def newest(self) -> dict[Step, dict[str, float]]:
+        return dict(sorted(self._saved.items()))
 
 
 class LocalGang:
@@ -91,7 +85,8 @@ class LocalGang:
         """Round whose ranks the launcher runs now, if any."""
         self.barrier_open = False
         """Whether the launcher runs, or has run, the ranks of this round. The starter sets and resets it."""
-        self.progress: dict[Rank, RankProgress] = {}
+        self.progress: dict[Rank, Progress] = {}
+        """The newest progress of each rank, without metrics."""
         self.metrics: dict[Rank, dict[str, float]] = {}
         """What each rank's script has reported with its newest step."""
         self.saved = SavedMetrics()
@@ -103,13 +98,11 @@ class LocalGang:
         """Whether the launcher has sent Finish. It does not if the ranks stopped because the pod leaves."""
         self.ends = False
         """Whether the preStop hook of the pod has been called. No seal resets this."""
-        self.intervals: dict[Rank, Interval] = {}
-        """The interval between saves as each rank has reported it, if it is given as a time."""
-        self.saves_skipped = 0
-        """Saves that ranks skipped in this round because no slot was free."""
         self.waits_for_store: bool | None = None
         """`Ok.waits_for_store` of the reply to a report that the pod ends. None while there is none, and
         while the coordinator does not reply."""
+        self.stacks_wanted = ""
+        """The token by which the coordinator requests the stacks of the ranks. "": it does not."""
         self.stacks_token = ""
         """The request of the coordinator that `stacks` is the reply to."""
         self.stacks: tuple[RankStack, ...] = ()
@@ -121,10 +114,8 @@ class LocalGang:
         self.dead = {}
         self.returned = set()
         self.done = False
-        self.intervals = {}
-        self.saves_skipped = 0
         self.waits_for_store = None
-        self.stacks_token, self.stacks = "", ()
+        self.stacks_wanted, self.stacks_token, self.stacks = "", "", ()
 
     @property
     def may_save(self) -> bool:
@@ -140,12 +131,6 @@ class LocalGang:
         """Record the coordinator's reply to a report of the current round."""
         if report.ends:
             self.waits_for_store = reply.waits_for_store
-        if not reply.stacks_token:
-            self.stacks_token, self.stacks = "", ()
-
-    def stacked(self, message: Stacks) -> None:
-        """Record where the launcher has found the pod's ranks."""
-        self.stacks_token, self.stacks = message.token, message.ranks
 
     def trains(self, round_: RestartRound, ranks: range) -> bool:
         """Return whether all these ranks run in this round and have finished a step of it."""
@@ -153,41 +138,25 @@ class LocalGang:
         return running and set(self.progress) == set(ranks)
 
     def progressed(self, message: Progress) -> None:
-        """Record a rank's progress: its newest step and metrics, and the sum of its save costs."""
+        """Record a rank's newest progress. Its step never decreases."""
         before = self.progress.get(message.rank)
-        blocked = message.blocked_seconds + (before.blocked_seconds if before else 0.0)
-        now = RankProgress(
-            message.rank,
-            message.step,
-            blocked,
-            message.finished,
-            message.step_seconds,
-            message.paused,
-            message.work,
-        )
         if before is not None and before.step > message.step:
-            now = replace(now, step=before.step)
-        else:
-            self.metrics[message.rank] = message.metrics
-            if message.rank == 0:
-                self.saved.reported(message.step, message.metrics)
-            if message.interval is not None:
-                self.intervals[message.rank] = message.interval
-        self.progress[message.rank] = now
-        self.saves_skipped += message.saves_skipped
+            self.progress[message.rank] = replace(message, step=before.step, metrics={})
+            return
+        self.metrics[message.rank] = message.metrics
+        if message.rank == 0:
+            self.saved.reported(message.step, message.metrics)
+        self.progress[message.rank] = replace(message, metrics={})
 
-    def exited(self, message: Exited) -> None:
-        """Record the end of a rank."""
-        if message.code == 0:
-            self.returned.add(message.rank)
-        else:
-            self.dead[message.rank] = DeadRank(
-                message.rank,
-                worker_of(message.rank, self._procs_per_worker),
-                message.code,
-                message.message[:2048],
-                message.out_of_memory,
-            )
+    def reported(self, message: LauncherState, own_ranks: range) -> None:
+        """Record what the launcher has reported of the ranks of this round."""
+        self.returned.update(rank for rank in message.returned if rank in own_ranks)
+        for death in message.dead:
+            if death.rank in own_ranks:
+                worker = worker_of(death.rank, self._procs_per_worker)
+                self.dead[death.rank] = replace(death, worker=worker, message=death.message[:2048])
+        self.stacks_token = message.stacks_token
+        self.stacks = tuple(stack for stack in message.stacks if stack.rank in own_ranks)
 
     def launcher_lost(self, ranks: Iterable[Rank], why: str) -> None:
         """Record the ranks as killed that had not returned when their launcher ended.
@@ -217,12 +186,12 @@ class RankNotices:
         self._released = asyncio.Event()
         self._requested: SaveRequested | None = None
         """What rank 0 is requested to do in this round."""
-        self._levels: dict[Step, LevelReached] = {}
+        self._levels: dict[Step, StepOutcome] = {}
         """The newest levels of this round."""
-        self._overtaken: dict[Step, SaveFailed] = {}
+        self._overtaken: dict[Step, StepOutcome] = {}
         """The newest dropped steps of this round."""
 
-    def level(self, reached: LevelReached) -> None:
+    def level(self, reached: StepOutcome) -> None:
         """Notify the ranks of a step's level."""
         _remember(self._levels, reached.step, reached)
         for connection in self._ranks():
@@ -237,7 +206,7 @@ class RankNotices:
         for step in steps:
             if step in self._levels:
                 continue
-            failed = SaveFailed(
+            failed = StepOutcome(
                 step,
                 self._current().round,
                 Level.LOCAL,
@@ -278,7 +247,7 @@ class RankNotices:
         self._levels = {}
         self._overtaken = {}
 
-    def _push(self, connection: LocalConnection, reached: LevelReached) -> None:
+    def _push(self, connection: LocalConnection, reached: StepOutcome) -> None:
         """Push a level, and for a committed step of a job without a store that it is never persisted.
 
         A wait for that level would otherwise never end.
@@ -288,7 +257,7 @@ class RankNotices:
         if accepted is not None and not accepted.policy.has_object_tier:
             text = "the job has no object store; set spec.checkpoint.object"
             step, round_ = reached.step, reached.round
-            connection.push(SaveFailed(step, round_, Level.PERSISTED, NO_OBJECT_TIER, text))
+            connection.push(StepOutcome(step, round_, Level.PERSISTED, NO_OBJECT_TIER, text))
 
     def _ranks(self) -> list[LocalConnection]:
         ranks = self._connections.ranks
@@ -333,7 +302,10 @@ def compose(state: RoundState, sources: Sources) -> WorkerReport:
     return WorkerReport(
         round=state.round,
         worker=state.worker,
-        progress=tuple(gang.progress[r] for r in sorted(gang.progress)),
+        progress=tuple(
+            p if rank == 0 else replace(p, interval=None)
+            for rank, p in sorted(gang.progress.items())
+        ),
         dead=tuple(gang.dead[r] for r in sorted(gang.dead)),
         failures=sources.failures.current,
         rehydrate_seconds=rehydrator.seconds,
@@ -344,14 +316,12 @@ def compose(state: RoundState, sources: Sources) -> WorkerReport:
         idle=sources.stager.idle and sources.flow.idle,
         ends=gang.ends,
         leaves=gang.leaves,
-        saves_skipped=gang.saves_skipped,
         saves=tuple(_saves(state, sources)),
         step_metrics=gang.saved.newest,
         stacks_token=gang.stacks_token,
         stacks=gang.stacks,
         shards=sources.flow.table,
         lost=tuple(sorted(sources.flow.lost)),
-        interval=gang.intervals.get(Rank(0)),
         accepted=state.acceptance,
         restored_from=() if restored is None else tuple(restored.sources.values()),
     )
@@ -420,13 +390,19 @@ class Reporter:
         pod: Pod,
         sources: Sources,
         peers: Peers,
-        connections: LocalConnections,
+        take_stacks: Callable[[], object],
     ) -> None:
+        """Create the task; `start` begins.
+
+        Args:
+            pod, sources, peers: What is reported, and how.
+            take_stacks: Called when `LocalGang.stacks_wanted` has changed.
+        """
         self._pod = pod
         self._current = pod.current
         self._sources = sources
         self._peers = peers
-        self._connections = connections
+        self._take_stacks = take_stacks
         self._tasks = Tasks()
         self._changed = asyncio.Event()
         self._urgent = asyncio.Event()
@@ -499,22 +475,15 @@ class Reporter:
                     self._sources.flow.coordinator_changed()
                     self._changed.set()
                     continue
-                own = (r for r in reply.refused if r.rank in state.own_ranks)
+                own = (r for r in reply.refused if r.worker == report.worker)
                 self._sources.flow.reported(report.shards, next(own, None))
             self._last = coordinator, report
             self._sources.gang.replied(report, reply)
-            self._take_stacks(reply)
+            gang = self._sources.gang
+            if reply.round == now.round and reply.stacks_token != gang.stacks_wanted:
+                gang.stacks_wanted = reply.stacks_token
+                self._take_stacks()
             await _wait(self._urgent, self._interval_seconds())
-
-    def _take_stacks(self, reply: Ok) -> None:
-        """Request the stacks of this pod's ranks from the launcher, unless it has sent those of the token.
-
-        A report is sent every few seconds, and each reply repeats the request: a launcher that was not
-        connected, or is slow, receives it again and answers each token once.
-        """
-        token, is_current = reply.stacks_token, reply.round == self._current().round
-        if is_current and token not in ("", self._sources.gang.stacks_token):
-            self._connections.push_launcher(TakeStacks(reply.round, token))
 
     async def _message(self, report: WorkerReport) -> WorkerReport:
         """Return the report as it is sent.

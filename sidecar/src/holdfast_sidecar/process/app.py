@@ -75,7 +75,7 @@ class Sidecar:
         role = CoordinatorRole(pod, tiers, telemetry.failures)
         components = Components(current, saves, restores, gang, starter, role, changed)
         sources = Sources(gang, saves.flow, saves.stager, restores.rehydrator, telemetry.failures)
-        reporter = Reporter(pod, sources, peers, connections)
+        reporter = Reporter(pod, sources, peers, starter.push_plan)
         changed.subscribe(reporter.changed)
 
         notices = RankNotices(current, connections)

@@ -28,6 +28,7 @@ from holdfast_core.ids import (
     Level,
     Rank,
     RestartRound,
+    ShardRef,
     Step,
     TierName,
 )
@@ -45,7 +46,6 @@ from holdfast_core.messages.schema import (
     SaveRequested,
     Seal,
     StoreAddress,
-    Suspect,
     WorkerReports,
 )
 from holdfast_core.node.tier import BUFFER_LIMIT_BYTES, DiskNodeTier
@@ -506,7 +506,7 @@ class Control:
                 return self._components.role.require().request(path, message)
             case CopyRequest():
                 return await receivers.copies.take(caller, message)
-            case Suspect():
+            case ShardRef():
                 receivers.verifier.suspect(message)
             case _:
                 raise RefusedError(

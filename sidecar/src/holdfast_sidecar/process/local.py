@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from holdfast_core import logs
 from holdfast_core.errors import FormatError, RefusedError
 from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import (
-    Ended,
-    Exited,
     Fill,
     Finish,
     Fulfilled,
     HelloReply,
-    LocalRole,
+    LauncherState,
     Policy,
     Progress,
     Refusal,
     Restore,
-    Stacks,
     Stage,
-    StoreAddress,
 )
 from holdfast_core.pacing import BackgroundLimit, bytes_each_step
 from holdfast_core.save.staging import WriteOutcome
@@ -75,7 +70,7 @@ class Local:
         hello = connection.hello
         if hello is not None:
             # These pushes follow the reply, because the other side waits for it before it reads pushes.
-            if hello.role is LocalRole.LAUNCHER:
+            if hello.rank is None:
                 self._tasks.soon(lambda: self._components.starter.hello(hello), "launcher hello")
             else:
                 self._tasks.soon(lambda: self._notices.repeat(connection), "rank hello")
@@ -84,7 +79,7 @@ class Local:
 
     def gone(self, connection: LocalConnection) -> None:
         hello = connection.hello
-        if hello is not None and hello.role is LocalRole.LAUNCHER:
+        if hello is not None and hello.rank is None:
             if self._connections.launcher is None:
                 self._components.starter.gone(connection)
             self._components.changed()
@@ -145,19 +140,10 @@ class Local:
         match message:
             case Progress() if message.round == self.state.round and self._own(message.rank):
                 self._progressed(message)
-            case Exited() if message.round == self.state.round and self._own(message.rank):
-                self._components.gang.exited(message)
-            case Stacks() if message.round == self.state.round:
-                self._components.gang.stacked(
-                    replace(message, ranks=tuple(s for s in message.ranks if self._own(s.rank)))
-                )
-            case Ended():
-                self._components.starter.ended(message.round)
-                self._components.starter.evaluate()
-            case StoreAddress():
-                self._components.starter.store_address(message)
-            case Progress() | Exited() | Stacks():
-                return  # These are of another round or pod: ranks of an older round are being ended.
+            case Progress():
+                return  # It is of another round or pod: ranks of an older round are being ended.
+            case LauncherState():
+                self._components.starter.reported(message)
             case _:
                 raise FormatError(f"{type(message).__name__} is not a push message of this socket")
         self._components.changed()
@@ -166,18 +152,25 @@ class Local:
         return rank in self.state.own_ranks
 
     def _progressed(self, message: Progress) -> None:
+        progress = self._components.gang.progress
+        before = progress.get(message.rank, Progress(message.round, message.rank, message.step))
         self._components.gang.progressed(message)
         self._metrics.trained(message.round)
         if message.rank == self.state.own_ranks[0]:
             # The ranks of a gang finish a step together, so the reports of one of them suffice.
             self._background.step_done(message.step, message.blocked_seconds)
             self._metrics.limited(self._background.limit)
-        self._metrics.stalled(message.blocked_seconds, message.saves_skipped)
+        self._metrics.stalled(
+            message.blocked_seconds - before.blocked_seconds,
+            message.saves_skipped - before.saves_skipped,
+        )
 
     def _interval_steps(self, policy: Policy) -> int:
         """Return the steps between two saves. 0: they are not known yet."""
-        reported = self._components.gang.intervals.get(Rank(self.state.own_ranks[0]))
-        return policy.interval_steps if reported is None else reported.steps
+        first = self._components.gang.progress.get(Rank(self.state.own_ranks[0]))
+        if first is None or first.interval is None:
+            return policy.interval_steps
+        return first.interval.steps
 
     def _upload_steps(self, policy: Policy) -> int | None:
         """Return the steps between two uploads. None: nothing is uploaded.

@@ -30,7 +30,6 @@ from holdfast_core.messages.schema import (
     Member,
     Ok,
     RestorePoint,
-    Suspect,
 )
 from holdfast_core.reading import ShardPlace
 from holdfast_core.store.tier import ObjectTier
@@ -250,9 +249,8 @@ class Fetcher:
         self._tasks.spawn(self._suspect(member, ref), "suspect")
 
     async def _suspect(self, member: Member, ref: ShardRef) -> None:
-        message = Suspect(ref.job_uid, ref.step, ref.round, ref.rank, ref.blake3)
         try:
-            await self._members.control.call(member.worker, message, Ok)
+            await self._members.control.call(member.worker, ref, Ok)
         except HoldfastError as error:
             logs.warning("reporting a bad copy failed", worker=member.worker, error=str(error))
 

@@ -33,9 +33,9 @@ from holdfast_core.messages.codec import MAX_LISTED, MAX_REPORTED
 from holdfast_core.messages.schema import (
     CopyReply,
     CopyRequest,
+    Failure,
     PersistRequest,
     Refusal,
-    RefusedShard,
     ReportedShard,
 )
 from holdfast_core.save.place import RankLayouts, info_of
@@ -207,7 +207,7 @@ class Flow:
     def reported(
         self,
         sent: tuple[ReportedShard, ...],
-        refused: RefusedShard | None,
+        refused: Failure | None,
     ) -> None:
         """Record that the coordinator of this round has received a report, and what it replied.
 
@@ -216,16 +216,13 @@ class Flow:
             refused: A shard that the coordinator does not accept.
         """
         self._report_failed = False
-        self.known = frozenset(
-            s
-            for s in sent
-            if refused is None or (s.step, s.shard.rank) != (refused.step, refused.rank)
-        )
+        self.known = frozenset(s for s in sent if refused is None or s.step != refused.step)
         if refused is None:
             self._failures.healthy(_REPORTS)
         else:
-            error = RefusedError(refused.code, refused.message)
-            self._failures.note(_REPORTS, TierName.PEER, error, step=refused.step)
+            self._failures.note_text(
+                _REPORTS, TierName.PEER, refused.reason, refused.message, step=refused.step
+            )
 
     def report_failed(self) -> None:
         """Record that a report did not reach the coordinator."""

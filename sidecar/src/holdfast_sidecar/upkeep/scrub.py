@@ -23,7 +23,6 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName
-from holdfast_core.messages.schema import Suspect
 from holdfast_core.tasks import Tasks
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.pod import Pod
@@ -33,18 +32,15 @@ from holdfast_sidecar.upkeep.replace import Replacer
 
 
 class Verifier:
-    """Handler of SUSPECT. The sender is not trusted: only a read here decides that a copy is bad."""
+    """Handler of reports of bad bytes. Only a read here decides that a copy is bad, not the sender."""
 
     def __init__(self, tiers: Tiers, telemetry: Telemetry) -> None:
         self._tiers = tiers
         self._telemetry = telemetry
         self._tasks = Tasks()
 
-    def suspect(self, message: Suspect) -> None:
+    def suspect(self, ref: ShardRef) -> None:
         """Begin to verify the shard. A bad copy is quarantined."""
-        ref = ShardRef(
-            message.job_uid, message.step, message.step_round, message.rank, message.blake3
-        )
         self._tasks.spawn(self._verify(ref), "verify")
 
     async def close(self) -> None:

@@ -30,7 +30,6 @@ from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     Hello,
     HelloReply,
-    LocalRole,
     Refusal,
 )
 from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
@@ -109,7 +108,7 @@ class LocalConnection:
     @property
     def name(self) -> str:
         hello = self.hello
-        return "" if hello is None else f"{hello.role}:{hello.rank}"
+        return "" if hello is None else _name_of(hello)
 
     @property
     def rank(self) -> Rank | None:
@@ -195,9 +194,9 @@ class LocalConnections:
 
     def add(self, connection: LocalConnection) -> None:
         """Keep a connection whose Hello was accepted, in place of an older one."""
-        if connection.hello is not None and connection.hello.role is LocalRole.LAUNCHER:
+        if connection.rank is None:
             self.launcher = connection
-        elif connection.rank is not None:
+        else:
             self.ranks[connection.rank] = connection
 
     def remove(self, connection: LocalConnection) -> None:
@@ -324,7 +323,7 @@ class Intake:
             )
             connection.send(refused, id_)
             return
-        if hello.role is LocalRole.RANK and hello.rank not in state.own_ranks:
+        if hello.rank is not None and hello.rank not in state.own_ranks:
             connection.send(
                 state.refused(Refusal.BAD_REQUEST, f"rank {hello.rank} does not run in this pod"),
                 id_,
@@ -333,7 +332,7 @@ class Intake:
         connection.hello = hello
         if not self._open.authenticate(connection, connection.name):
             connection.hello = None
-            raise UnavailableError(f"too many connections of {hello.role} {hello.rank}")
+            raise UnavailableError(f"too many connections of {_name_of(hello)}")
         self._introduced.add(connection)
         connection.send(self._handler.hello(connection), id_)
 
@@ -360,3 +359,7 @@ class Intake:
         self._introduced.remove(connection)
         if connection.hello is not None:
             self._handler.gone(connection)
+
+
+def _name_of(hello: Hello) -> str:
+    return "launcher" if hello.rank is None else f"rank {hello.rank}"

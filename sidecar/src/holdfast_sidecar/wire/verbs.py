@@ -15,7 +15,7 @@ from holdfast_core.messages.schema import (
     Prune,
     Round,
     Seal,
-    Suspect,
+    ShardRef,
     WorkerReports,
 )
 
@@ -46,7 +46,7 @@ POSTS: tuple[Route, ...] = (
     Route(END, GangRequest, Ok),
     Route("/v1/copy", CopyRequest, CopyReply),
     Route("/v1/report", WorkerReports, Ok),
-    Route("/v1/suspect", Suspect, Ok),
+    Route("/v1/suspect", ShardRef, Ok),
     Route("/v1/prune", Prune, Ok),
 )
 

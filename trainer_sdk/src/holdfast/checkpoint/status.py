@@ -59,8 +59,8 @@ class ProgressReporter:
         """What a step takes this rank by itself. None: the job does not look for stragglers."""
         self.interval: Interval | None = None
         """The interval between saves, if it is given as a time."""
-        self._sent = 0
-        """Value of `_finished` in the last report."""
+        self._sent = (0, 0.0, 0)
+        """Finished steps, blocked seconds and skipped saves of the last report."""
 
     def measured(self, metrics: Mapping[str, Any]) -> None:
         """Keep the newest finite value of each of the first 64 metrics.
@@ -141,14 +141,9 @@ class ProgressReporter:
         self._deliver()
 
     def send(self) -> None:
-        """Send the newest finished step, if it or the costs changed since the last message.
-
-        Without a connection the costs stay here for the next message, and the session sends the step
-        again when it is connected.
-        """
-        if self._finished == self._sent and not self._blocked_seconds and not self._skipped:
-            return
-        self._deliver()
+        """Send the newest finished step, if it or the costs changed since the last message."""
+        if self._sent != (self._finished, self._blocked_seconds, self._skipped):
+            self._deliver()
 
     @property
     def _pause(self) -> str:
@@ -159,7 +154,7 @@ class ProgressReporter:
     def _deliver(self) -> None:
         if self._done is None:
             return
-        delivered = self._session.progress(
+        self._session.progress(
             Progress(
                 self._session.current_round,
                 self._session.rank,
@@ -174,10 +169,7 @@ class ProgressReporter:
                 None if self._work is None else self._work.found,
             )
         )
-        self._sent = self._finished
-        if delivered:
-            self._blocked_seconds = 0.0
-            self._skipped = 0
+        self._sent = self._finished, self._blocked_seconds, self._skipped
 
 
 STALLED_SAVES = 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,13 +27,11 @@ from holdfast_core.messages.schema import (
     Fulfilled,
     Hello,
     HelloReply,
-    LevelReached,
-    LocalRole,
     Policy,
     Progress,
-    SaveFailed,
     SaveRequested,
     Stage,
+    StepOutcome,
 )
 from holdfast_core.shm.slot_file import SlotState
 
@@ -149,10 +147,10 @@ class HandedOverSaves:
             same.append(save)
             self._forget_old()
 
-    def note(self, message: LevelReached | SaveFailed) -> None:
+    def note(self, message: StepOutcome) -> None:
         """Record a level, or a failure."""
         for save in self._of(message.step, message.round):
-            if isinstance(message, LevelReached):
+            if not message.failed:
                 save.handle.reach(message.level)
             else:
                 _note_failed(save.handle, message)
@@ -249,7 +247,7 @@ class HandedOverSaves:
             )
 
 
-def _note_failed(handle: SaveHandle, message: SaveFailed) -> None:
+def _note_failed(handle: SaveHandle, message: StepOutcome) -> None:
     why = f"{message.reason}: {message.message}"
     handle.overtaken |= message.reason == OVERTAKEN
     handle.lost_its_store |= message.reason == STORE_TAKEN
@@ -355,7 +353,7 @@ class Session:
     # ------------------------------------------------------------------ LinkEvents
 
     def hello(self) -> Hello:
-        return Hello(PROTOCOL_VERSION, self._job_uid, LocalRole.RANK, self.rank, self.round)
+        return Hello(PROTOCOL_VERSION, self._job_uid, self.rank, self.round)
 
     def hello_accepted(self, reply: HelloReply) -> None:
         with self.saves.changed:
@@ -374,7 +372,7 @@ class Session:
                 self._loss_logged = False
             progress, link = self._progress, self._link
         if progress is not None and link is not None:
-            link.notify(replace(progress, blocked_seconds=0.0, saves_skipped=0))
+            link.notify(progress)
         for save in again:
             # A FREE slot was already written by the sidecar before it restarted, and its level is still to
             # be reported. A slot that holds a newer save by now must not be staged for the old one.
@@ -405,7 +403,7 @@ class Session:
 
     def push(self, message: Any) -> None:
         match message:
-            case LevelReached() | SaveFailed():
+            case StepOutcome():
                 self.saves.note(message)
             case SaveRequested():
                 self.requests.note(message)
@@ -434,14 +432,12 @@ class Session:
         if save is not None:
             self._take(save)
 
-    def progress(self, message: Progress) -> bool:
-        """Send the newest finished step. Return False where it could not be queued.
-
-        It is sent again after a reconnect.
-        """
+    def progress(self, message: Progress) -> None:
+        """Send the newest finished step. It is sent again after a reconnect."""
         with self.saves.changed:
             self._progress, link = message, self._link
-        return link is not None and link.notify(message)
+        if link is not None:
+            link.notify(message)
 
     def wait_acknowledged(self, timeout_seconds: float, repeated_seconds: float = 0.0) -> bool:
         """Wait until every save is acknowledged or settled. Return False at the time-out.

@@ -13,14 +13,14 @@ from pathlib import Path
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, Level
 from holdfast_core.messages import codec
-from holdfast_core.messages.schema import LevelReached, SaveFailed
+from holdfast_core.messages.schema import StepOutcome
 from holdfast_core.node.documents import read_document, replace_document
 from holdfast_core.store.rules import UploadQueue
 
 LEFT_OUT = "newer steps were saved while it waited for the store"
 NOT_UPLOADED = "NotUploaded"
-"""Reason of SaveFailed for level persisted: the checkpoint will not be uploaded."""
-_MAX_OUTCOMES = 64
+"""Reason of StepOutcome for level persisted: the checkpoint will not be uploaded."""
+_MAX_OUTCOMES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +28,32 @@ class FolderPlan:
     """What the leader has uploaded next, and what became of earlier uploads."""
 
     queue: UploadQueue = field(default_factory=UploadQueue)
-    levels: tuple[LevelReached, ...] = ()
-    """The newest checkpoints that are in the store, the oldest first."""
-    failed: tuple[SaveFailed, ...] = ()
-    """The newest checkpoints that will not be uploaded, the oldest first."""
+    ended: tuple[StepOutcome, ...] = ()
+    """The outcomes of the newest checkpoints that are in the store, or will not be, the oldest first."""
     over: str = ""
     """Why nothing more is uploaded: another run has taken the store. "" while uploads go on."""
     conditional_put: bool = True
     """Whether the store respects If-None-Match."""
 
     @property
-    def outcomes(self) -> dict[CheckpointId, LevelReached | SaveFailed]:
-        found: tuple[LevelReached | SaveFailed, ...] = (*self.levels, *self.failed)
-        return {CheckpointId(one.step, one.round): one for one in found}
+    def outcomes(self) -> dict[CheckpointId, StepOutcome]:
+        return {CheckpointId(one.step, one.round): one for one in self.ended}
 
     def persisted(self, checkpoint: CheckpointId) -> FolderPlan:
         """Return the plan after a checkpoint was uploaded."""
-        reached = LevelReached(checkpoint.step, checkpoint.round, Level.PERSISTED)
-        return replace(
-            self,
-            queue=self.queue.without(checkpoint),
-            levels=(*self.levels, reached)[-_MAX_OUTCOMES:],
+        return self._with(
+            checkpoint, StepOutcome(checkpoint.step, checkpoint.round, Level.PERSISTED)
         )
 
     def given_up(
         self, checkpoint: CheckpointId, why: str, reason: str = NOT_UPLOADED
     ) -> FolderPlan:
         """Return the plan after it was decided that a checkpoint will not be uploaded."""
-        failed = not_uploaded(checkpoint, why, reason)
-        return replace(
-            self,
-            queue=self.queue.without(checkpoint),
-            failed=(*self.failed, failed)[-_MAX_OUTCOMES:],
-        )
+        return self._with(checkpoint, not_uploaded(checkpoint, why, reason))
+
+    def _with(self, checkpoint: CheckpointId, outcome: StepOutcome) -> FolderPlan:
+        queue, ended = self.queue.without(checkpoint), (*self.ended, outcome)
+        return replace(self, queue=queue, ended=ended[-_MAX_OUTCOMES:])
 
     def with_committed(
         self, checkpoints: Iterable[CheckpointId]
@@ -79,8 +72,8 @@ class FolderPlan:
         return plan, tuple(left_out)
 
 
-def not_uploaded(checkpoint: CheckpointId, why: str, reason: str = NOT_UPLOADED) -> SaveFailed:
-    return SaveFailed(checkpoint.step, checkpoint.round, Level.PERSISTED, reason, why)
+def not_uploaded(checkpoint: CheckpointId, why: str, reason: str = NOT_UPLOADED) -> StepOutcome:
+    return StepOutcome(checkpoint.step, checkpoint.round, Level.PERSISTED, reason, why)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,10 @@ from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, age
 from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
     Fulfilled,
-    LevelReached,
     Refusal,
     Refused,
-    SaveFailed,
     Stage,
+    StepOutcome,
 )
 from holdfast_core.pacing import BackgroundLimit, bytes_each_step
 from holdfast_core.save.place import RankLayouts, SavePlace, SavePools
@@ -125,7 +124,7 @@ class PendingCommits:
         text = f"it was deleted to make room for step {wanted.step}"
         return lambda gone: self._give_up(gone, "NoRoom", text)
 
-    def failed(self, pushes: Iterable[Push], failure: SaveFailed) -> None:
+    def failed(self, pushes: Iterable[Push], failure: StepOutcome) -> None:
         """Count a save that has failed, and tell its ranks."""
         self.failures += 1
         _push_all(pushes, [failure])
@@ -227,8 +226,8 @@ def _levels(checkpoint: CheckpointId, *, has_store: bool) -> list[Any]:
     """
     step, round_ = checkpoint.step, checkpoint.round
     reached = [
-        LevelReached(step, round_, Level.LOCAL),
-        LevelReached(step, round_, Level.REPLICATED),
+        StepOutcome(step, round_, Level.LOCAL),
+        StepOutcome(step, round_, Level.REPLICATED),
     ]
     if has_store:
         return reached
@@ -236,8 +235,8 @@ def _levels(checkpoint: CheckpointId, *, has_store: bool) -> list[Any]:
     return [*reached, _failed(checkpoint, Level.PERSISTED, NO_OBJECT_TIER, text)]
 
 
-def _failed(checkpoint: CheckpointId, level: Level, reason: str, text: str) -> SaveFailed:
-    return SaveFailed(checkpoint.step, checkpoint.round, level, reason, text)
+def _failed(checkpoint: CheckpointId, level: Level, reason: str, text: str) -> StepOutcome:
+    return StepOutcome(checkpoint.step, checkpoint.round, level, reason, text)
 
 
 _Save = tuple[Rank, CheckpointId]
@@ -270,9 +269,9 @@ class _FolderReports:
 
     def continues(self, stage: Stage) -> None: ...
 
-    def failed(self, stage: Stage, error: Exception) -> SaveFailed:
+    def failed(self, stage: Stage, error: Exception) -> StepOutcome:
         warn(error, "save of step %d failed: %s", stage.step)
-        return SaveFailed(
+        return StepOutcome(
             stage.step, stage.round, Level.LOCAL, type(error).__name__, describe(error)
         )
 
@@ -314,7 +313,7 @@ class FolderSaves:
         self._stager.ended.subscribe(self._ended)
         self._pushes: dict[_Save, list[Push]] = {}
         """Whom to tell of the saves that are not durable yet."""
-        self._unclaimed: dict[_Save, SaveFailed] = {}
+        self._unclaimed: dict[_Save, StepOutcome] = {}
         """Failures of saves whose `stage` has not returned yet."""
         self._last_steps: dict[Rank, Step] = {}
         self._lost_by: BaseException | None = None

@@ -44,7 +44,6 @@ from holdfast_core.messages.schema import (
     PersistRequest,
     Reference,
     RestorePoint,
-    SaveFailed,
 )
 from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.retention import RetentionReason, superseded
@@ -188,7 +187,7 @@ class FolderUploads:
         self._close()
         self._thread.join(_END_SECONDS if done else 0.0)  # old checkpoints may still be deleted
         self._shares.close()
-        return done and not (newest is not None and isinstance(newest[1], SaveFailed))
+        return done and (newest is None or not newest[1].failed)
 
     def abort(self) -> None:
         """Stop without uploading what waits."""

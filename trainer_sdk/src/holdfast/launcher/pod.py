@@ -1,13 +1,14 @@
 """`holdfast run` in a worker pod: runs the rounds that the sidecar requests.
 
  1. The launcher connects and sends Hello, with the round whose ranks run and the last round that it forked.
- 2. On HostStore it starts the round's store process and sends StoreAddress.
- 3. On Run it records the round durably and forks the round's ranks. It never runs a round twice: if the
-    launcher's container restarts during a round, the gang cannot continue with that round's ranks.
- 4. When a rank ends, it sends Exited. When all ranks have returned 0, it sends Finish and exits as soon as
-    the sidecar releases it.
- 5. On TakeStacks it finds out where its ranks are, writes their stacks to its log and sends Stacks.
- 6. On End it sends SIGKILL to all ranks, reaps them and sends Ended. Then it waits for the next Run.
+ 2. The sidecar sends a LauncherPlan whenever it changes. The launcher carries it out: it ends the ranks of
+    older rounds by SIGKILL and reaps them, starts the round's store process, and finds out where its ranks
+    are, whose stacks it writes to its log.
+ 3. When the plan has a Run, it records the round durably and forks the round's ranks. It never runs a round
+    twice: if the launcher's container restarts during a round, the gang cannot continue with that round's
+    ranks.
+ 4. After each of these, and when a rank ends, it sends its whole LauncherState. When all ranks have returned
+    0, it sends Finish and exits as soon as the sidecar releases it.
 
 The launcher of a spare pod connects when the fork server has imported torch. So the sidecar knows that the
 spare is ready (ADR 0015).
@@ -33,23 +34,20 @@ from holdfast.connection.link import Link, connect_to
 from holdfast.launcher.processes import STORE_SECRET_BYTES, Processes, RankProcess, RoundSettings
 from holdfast_core.contract import LAUNCHER_ROUND_FILE, SOCKET_NAME, PodContract
 from holdfast_core.errors import FormatError, HoldfastError, NotFoundError
-from holdfast_core.ids import Rank, RestartRound, is_spare
+from holdfast_core.ids import Rank, RestartRound, Worker, is_spare
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
-    End,
-    Ended,
-    Exited,
+    DeadRank,
     Finish,
     Fulfilled,
     Hello,
     HelloReply,
-    HostStore,
-    LocalRole,
+    LauncherPlan,
+    LauncherState,
     MemoryUse,
+    RankStack,
     Run,
-    Stacks,
     StoreAddress,
-    TakeStacks,
 )
 from holdfast_core.node.documents import read_document, replace_document
 
@@ -172,7 +170,7 @@ class _SidecarLink:
         self._logged = ""
 
     def connected(self) -> None:
-        self._in_turn(self._launcher.send_again)
+        self._in_turn(self._launcher.report)
 
     def disconnected(self, reason: str) -> None:
         if reason != self._logged:
@@ -219,8 +217,11 @@ class PodLauncher:
         self._watch: asyncio.Task[None] | None = None
         self._stacks: asyncio.Task[None] | None = None
         self._stacks_token = ""
-        self._exited: dict[Rank, Exited] = {}
-        self._ended_round: RestartRound | None = None
+        self._found_stacks: tuple[str, tuple[RankStack, ...]] = "", ()
+        """The newest stacks, with the token of the request."""
+        self._ended: dict[Rank, DeadRank | None] = {}
+        """The ranks of `_round` that have ended by themselves. None: with code 0."""
+        self._ended_below: RestartRound | None = None
         self._store: _Store | None = None
         self._succeeded = asyncio.Event()
         self._stopping = False
@@ -261,32 +262,39 @@ class PodLauncher:
         return Hello(
             PROTOCOL_VERSION,
             self._contract.job_uid,
-            LocalRole.LAUNCHER,
             round=self._round,
             last_round=self._last_round,
         )
 
-    async def send_again(self) -> None:
-        """Send again the messages that the sidecar may not have received."""
-        if self._ended_round is not None and self._round is None:
-            self._sidecar.link.notify(Ended(self._ended_round))
-        if self._store is not None:
-            self._sidecar.link.notify(self._store.address)
-        for message in self._exited.values():
-            self._sidecar.link.notify(message)
+    async def report(self) -> None:
+        """Send the whole state of the launcher."""
+        token, stacks = self._found_stacks
+        state = LauncherState(
+            self._round,
+            self._ended_below,
+            tuple(rank for rank, death in self._ended.items() if death is None),
+            tuple(death for death in self._ended.values() if death is not None),
+            None if self._store is None else self._store.address,
+            token,
+            stacks,
+        )
+        self._sidecar.link.notify(state)
 
     async def handle(self, message: Any) -> None:
         match message:
-            case HostStore():
-                await self._host_store(message.round)
-            case Run():
-                await self._start(message)
-            case TakeStacks():
-                self._take_stacks(message)
-            case End():
-                await self._end(message.round)
+            case LauncherPlan():
+                await self._carry_out(message)
+                await self.report()
             case _:
                 logger.warning("ignored a message that is not for launchers: %s", message)
+
+    async def _carry_out(self, plan: LauncherPlan) -> None:
+        await self._end(plan.round)
+        if plan.hosts_store:
+            await self._host_store(plan.round)
+        if plan.run is not None:
+            await self._start(plan.run)
+        self._take_stacks(plan)
 
     async def _host_store(self, round_: RestartRound) -> None:
         if self._store is not None and self._store.address.round != round_:
@@ -296,10 +304,9 @@ class PodLauncher:
             key, port = await self._processes.fork_store("")
             secret = secrets.token_hex(STORE_SECRET_BYTES)
             self._store = _Store(key, StoreAddress(round_, port, secret))
-        self._sidecar.link.notify(self._store.address)
 
     async def _start(self, run: Run) -> None:
-        if self._stopping:
+        if self._stopping or self._round == run.round:
             return
         if self._last_round is not None and run.round <= self._last_round:
             logger.warning(
@@ -313,8 +320,8 @@ class PodLauncher:
             await self._stop_ranks()
         await asyncio.to_thread(self._record.write, run.round)
         self._last_round = run.round
-        self._exited.clear()
-        self._ended_round = None
+        self._ended.clear()
+        self._ended_below = None
         self._round = run.round
         logger.info(
             "round %d: forking ranks %d to %d of %d, from step %s",
@@ -326,7 +333,7 @@ class PodLauncher:
         )
         self._memory.begin()
         await self._processes.fork_ranks(_settings(run, self._contract))
-        self._watch = asyncio.ensure_future(self._watch_ranks(run.round))
+        self._watch = asyncio.ensure_future(self._watch_ranks(run))
 
     async def _end(self, round_: RestartRound) -> None:
         if self._round is not None and self._round < round_:
@@ -336,22 +343,21 @@ class PodLauncher:
             self._processes.end_store(self._store.key)
             self._store = None
         if self._round is None:
-            self._exited.clear()
-            self._ended_round = round_
-            self._sidecar.link.notify(Ended(round_))
+            self._ended.clear()
+            self._ended_below = round_
 
-    def _take_stacks(self, message: TakeStacks) -> None:
-        """Find the stacks of the ranks in a task, because End must not wait for them."""
-        if self._round != message.round:
+    def _take_stacks(self, plan: LauncherPlan) -> None:
+        """Find the stacks of the ranks in a task, because the next plan must not wait for them."""
+        if plan.stacks_token == self._stacks_token or self._round != plan.round:
             return
-        if self._stacks is not None and not self._stacks.done():
-            if self._stacks_token == message.token:
-                return  # the sidecar repeats the request until it has the stacks
+        if self._stacks is not None:
             self._stacks.cancel()
-        self._stacks_token = message.token
-        self._stacks = asyncio.ensure_future(self._send_stacks(message))
+        self._stacks, self._found_stacks = None, ("", ())
+        self._stacks_token = plan.stacks_token
+        if plan.stacks_token:
+            self._stacks = asyncio.ensure_future(self._find_stacks(plan.stacks_token))
 
-    async def _send_stacks(self, message: TakeStacks) -> None:
+    async def _find_stacks(self, token: str) -> None:
         found = await self._processes.find_stacks()
         for one in found:
             logger.warning(
@@ -359,14 +365,15 @@ class PodLauncher:
                 one.stack.rank,
                 one.log,
             )
-        stacks = tuple(one.stack for one in found)
-        self._sidecar.link.notify(Stacks(message.round, message.token, stacks))
+        self._found_stacks = token, tuple(one.stack for one in found)
+        await self.report()
 
     def _cancel_tasks(self) -> None:
         for task in (self._watch, self._stacks):
             if task is not None:
                 task.cancel()
         self._watch = self._stacks = None
+        self._stacks_token, self._found_stacks = "", ("", ())
 
     async def _stop_ranks(self) -> None:
         self._cancel_tasks()
@@ -374,26 +381,26 @@ class PodLauncher:
         await self._processes.end_ranks()
         self._round = None
 
-    async def _watch_ranks(self, round_: RestartRound) -> None:
+    async def _watch_ranks(self, run: Run) -> None:
         async for process in self._processes.ends():
             code = 1 if process.code is None else process.code
-            self._exited[process.rank] = self._end_of(process, code, round_)
+            self._ended[process.rank] = self._death_of(process, code, run.group_rank)
             if code != 0:
                 logger.error(
                     "rank %d ended with code %s in round %d; waiting for the next round",
                     process.rank,
                     code,
-                    round_,
+                    run.round,
                 )
-            self._sidecar.link.notify(self._exited[process.rank])
-        if all(message.code == 0 for message in self._exited.values()):
+            await self.report()
+        if all(death is None for death in self._ended.values()):
             self._succeeded.set()
 
-    def _end_of(self, process: RankProcess, code: int, round_: RestartRound) -> Exited:
+    def _death_of(self, process: RankProcess, code: int, worker: Worker) -> DeadRank | None:
         if code == 0:
-            return Exited(round_, process.rank, code)
+            return None
         memory = self._memory.exceeded()
-        return Exited(round_, process.rank, code, process.tail.text(), memory)
+        return DeadRank(process.rank, worker, code, process.tail.text(), memory)
 
     async def _finish(self) -> int:
         """After all ranks have succeeded, send Finish until the sidecar releases the launcher. Return 0."""

@@ -20,7 +20,6 @@ from holdfast_core.errors import FormatError
 from holdfast_core.ids import JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     Hello,
-    LocalRole,
     Policy,
     Progress,
     Refusal,
@@ -163,10 +162,10 @@ class FakeSidecar:
         """Request a save of a step that no rank has reported as finished yet."""
         round_ = self._round()
         done = (m.step for m in self.received if isinstance(m, Progress) and m.round == round_)
-        self._push(LocalRole.RANK, SaveRequested(round_, Step(max(done, default=-1) + 1)))
+        self._push_ranks(SaveRequested(round_, Step(max(done, default=-1) + 1)))
 
     def request_stop(self) -> None:
-        self._push(LocalRole.RANK, SaveRequested(self._round(), stop=True))
+        self._push_ranks(SaveRequested(self._round(), stop=True))
 
     # ------------------------------------------------------------------ inside
 
@@ -210,10 +209,10 @@ class FakeSidecar:
             return Refused(code, f"the test refuses {name}", self._round())
         return None
 
-    def _push(self, role: LocalRole, message: Any) -> None:
+    def _push_ranks(self, message: Any) -> None:
         for connection in self._connections:
             hello: Hello | None = connection.hello
-            if hello is not None and hello.role is role:
+            if hello is not None and hello.rank is not None:
                 connection.push(message)
 
     def _close_sockets(self) -> None:

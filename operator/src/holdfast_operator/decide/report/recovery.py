@@ -19,7 +19,6 @@ the rest.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from datetime import datetime
 
 from holdfast_core.api import RecoveryStatus, TrainingJobStatus, changed
@@ -93,8 +92,7 @@ def closed(recovery: RecoveryStatus, state: CoordinatorState, world: World) -> R
     """Return the complete record of a round in which every rank has finished a step or returned 0."""
     times = state.times
     if state.restored_from is not None:  # a sidecar of an earlier version does not report it
-        counts = asdict(state.restored_from)
-        recovery = changed(recovery, sources={tier: n for tier, n in counts.items() if n})
+        recovery = changed(recovery, sources={str(t): n for t, n in state.restored_from.items()})
     before = sum(recovery.phase_seconds.get(phase, 0.0) for phase in ("detect", "back_off"))
     known = _milestones(recovery, world.memory)
     if known is None:
