@@ -44,7 +44,7 @@ from tests.support.shards.builders import shard_header
 
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import ShardRef
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.net import TlsFiles, client_context, server_context
 from holdfast_core.node.files import set_direct
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.protocol import PIECE_BYTES, BulkOptions, Peer, receive_into, tune

@@ -38,7 +38,7 @@ from holdfast_core.messages.schema import (
     Prune,
 )
 from holdfast_core.names import parse_pod_name
-from holdfast_core.net.tls import operator_dns_name, peer_dns_name
+from holdfast_core.net import operator_dns_name, peer_dns_name
 from holdfast_operator.apply.apply import apply, memory_after
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.kube.api import ConflictError

@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 17530,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
+    "core": 17420,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
     "operator": 14280,
-    "sidecar": 8640,
-    "trainer_sdk": 17400,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
+    "sidecar": 8610,
+    "trainer_sdk": 17410,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
     "cli": 1410,
 }
 """Most lines of code of each package."""

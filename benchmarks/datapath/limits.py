@@ -19,7 +19,7 @@ import numpy as np
 from tests.support.servers.pki import Authority
 
 from holdfast_core.format.canonical import crc32c
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.net import TlsFiles, client_context, server_context
 
 GIB = 1 << 30
 _BLOCK_BYTES = 16 << 20

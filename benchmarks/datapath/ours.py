@@ -359,7 +359,7 @@ class HoldfastCopier:
     def __init__(self, directory: Path, mib: int, *, plain: bool) -> None:
         from tests.support.servers.pki import Authority
 
-        from holdfast_core.net.tls import TlsFiles, client_context, server_context
+        from holdfast_core.net import TlsFiles, client_context, server_context
         from holdfast_core.peer.server import BulkServer, shards_of
 
         # With a single attempt, a plain copy cannot fall back to TLS, which would falsify the measurement.
@@ -524,7 +524,7 @@ class _Allowing:
 
 
 def _serve_copies(pipe: Connection, root: Path, certificates: Path, own: _Own) -> None:
-    from holdfast_core.net.tls import TlsFiles, client_context, server_context
+    from holdfast_core.net import TlsFiles, client_context, server_context
     from holdfast_core.peer.protocol import Peer
     from holdfast_core.peer.server import BulkServer, shards_of
     from holdfast_core.peer.store import copy_shard

@@ -12,7 +12,7 @@ from benchmarks.ranks import states
 from benchmarks.ranks.states import PlayedState
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, JobUid, Rank
-from holdfast_core.net.tls import peer_dns_name
+from holdfast_core.net import peer_dns_name
 
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
 PAYLOAD_BYTES = 4096

@@ -40,7 +40,7 @@ from holdfast_core.messages.schema import (
     WorkerReport,
     WorkerReports,
 )
-from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_core.net import TlsFiles, client_context
 from holdfast_sidecar.wire.following import is_newer
 from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
 

@@ -24,7 +24,7 @@ from benchmarks.ranks.watched import COUNTERS
 from holdfast_core.contract import SidecarContract
 from holdfast_core.ids import Level, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState, Member, Policy, RestorePoint
-from holdfast_core.net.tls import TlsFiles, client_context, operator_dns_name
+from holdfast_core.net import TlsFiles, client_context, operator_dns_name
 
 _KEEP_LAST = 4
 

@@ -17,7 +17,7 @@ from benchmarks.report import Figure, merged, read, write
 from benchmarks.scale import cases, chart
 from benchmarks.scale.bed import Bed
 from benchmarks.scale.page import page
-from holdfast_core.net.tls import use_small_read_buffers
+from holdfast_core.net import use_small_read_buffers
 
 NAME = "scale"
 CASES = ("idle", "start", "failures", "nodes", "outage", "all", "two")

@@ -22,7 +22,7 @@ from benchmarks.scale.listener import Credentials, Listener
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_core.ids import JobUid, RestartRound, Worker
-from holdfast_core.net.tls import peer_dns_name
+from holdfast_core.net import peer_dns_name
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.model import labels
 from holdfast_operator.model.ownership import StoreVerb

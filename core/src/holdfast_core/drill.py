@@ -23,7 +23,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Protocol, TypeVar
 
-from holdfast_core.closing import Closing
 from holdfast_core.contract import MAX_DRILL_RANKS, DrillExit
 from holdfast_core.errors import (
     ConfigError,
@@ -66,6 +65,7 @@ from holdfast_core.reshard.boxes import (
     runs,
     saved_state,
 )
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import ShardSource
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Work in the background: tasks of a component, threads for calls that block, and calls that stall.
+"""What ends: tasks of a component, threads for calls that block, calls that stall, and open objects.
 
 Tasks are referenced while they run, and cancelled together. An exception that a task does not handle is
 passed to the event loop's exception handler. The handler of a sidecar process is `deaths.Deaths`, which
@@ -15,6 +15,8 @@ still be written.
 `Signal` is for notifications between components of which one is created before the other. The component that
 notifies is created with the signal. The ones that are created later subscribe to it. So
 every component is complete after its constructor, although the notifications form circles.
+
+A `with` block ends an object that is `Closing`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 BACKGROUND_TASK = "holdfast background task"
 """Key of the failed task's name in the context of the loop's exception handler."""
@@ -166,3 +169,20 @@ class Signal(Generic[P]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for subscriber in self._subscribers:
             subscriber(*args, **kwargs)
+
+
+class Closing(Protocol):
+    """Base class of objects with a `close` method: a `with` block calls it at its end."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

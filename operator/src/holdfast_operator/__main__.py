@@ -21,7 +21,7 @@ from kopf._cogs.structs.references import Insights
 from holdfast_core import logs
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import ConfigError
-from holdfast_core.net.tls import use_small_read_buffers
+from holdfast_core.net import use_small_read_buffers
 from holdfast_operator.base.metrics import Metrics, PlainPorts
 from holdfast_operator.base.settings import Settings
 from holdfast_operator.kube.api import KubeAccess, KubeApi, load_access

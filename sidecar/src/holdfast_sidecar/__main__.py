@@ -36,7 +36,7 @@ def _serve() -> int:
     # These imports take half a second, which probes and hooks do not need to spend.
     import asyncio
 
-    from holdfast_core.net.tls import use_small_read_buffers
+    from holdfast_core.net import use_small_read_buffers
     from holdfast_sidecar.process.app import serve
 
     use_small_read_buffers()

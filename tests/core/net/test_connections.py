@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_core.net.listener import ConnectionLimits, Connections
+from holdfast_core.net import ConnectionLimits, Connections
 
 LIMITS = ConnectionLimits(handshakes=3, authenticated=3, per_caller=2)
 

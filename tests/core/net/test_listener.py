@@ -8,7 +8,7 @@ import socket
 import ssl
 from asyncio.sslproto import SSLProtocol
 
-from holdfast_core.net.listener import ConnectionLimits, Listener, ListenerLimits
+from holdfast_core.net import ConnectionLimits, Listener, ListenerLimits
 
 STRANGERS = 200
 AT_ONCE = 8

@@ -9,7 +9,7 @@ import pytest
 from tests.support.servers.pki import Authority
 
 from holdfast_core.errors import AccessDeniedError, ConfigError
-from holdfast_core.net.tls import (
+from holdfast_core.net import (
     TlsFiles,
     client_context,
     peer_name,

@@ -7,7 +7,7 @@ from tests.support.peer.bulk_pair import CLIENT, SERVER, Pair, Wire, started
 from tests.support.servers.pki import Authority
 from tests.support.tiers.scratch import ScratchTier
 
-from holdfast_core.net.tls import TlsFiles
+from holdfast_core.net import TlsFiles
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.messages.schema import ReadObject, ReadReply, Refusal, Refused
-from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_core.net import TlsFiles, client_context
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.protocol import PIECE_BYTES, receive_message, send_message

@@ -17,7 +17,7 @@ from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import ByteRange
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import ReadObject, ReadReply
-from holdfast_core.net.tls import TlsFiles
+from holdfast_core.net import TlsFiles
 from holdfast_core.pacing import MinimumRate
 from holdfast_core.peer.protocol import send_message
 from holdfast_core.peer.store import PeerAnswer, PeerStore, copy_shard

@@ -16,7 +16,7 @@ from holdfast_core.errors import CorruptionError, RefusedError, UnavailableError
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange, RestartRound
 from holdfast_core.messages.schema import ReadObject, ReadReply, Refusal, Refused
-from holdfast_core.net.tls import TlsFiles
+from holdfast_core.net import TlsFiles
 from holdfast_core.peer.protocol import receive_message, send_message
 
 SIZE = 9 << 20

@@ -39,7 +39,7 @@ from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange
 from holdfast_core.messages.codec import MAX_INT
 from holdfast_core.messages.schema import ReadObject, ReadReply, Refusal
-from holdfast_core.net.tls import TlsFiles
+from holdfast_core.net import TlsFiles
 from holdfast_core.peer.protocol import receive_into, receive_message, send_message
 from holdfast_core.peer.store import PeerStore, copy_shard
 from holdfast_core.shards.file import FOOTER_MAGIC, Trailer, trailer_offset, unpack_trailer

@@ -14,7 +14,7 @@ from holdfast_core.errors import UnavailableError
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange
 from holdfast_core.messages.schema import ReadObject
-from holdfast_core.net.tls import TlsFiles
+from holdfast_core.net import TlsFiles
 from holdfast_core.peer.protocol import send_message
 from holdfast_core.peer.server import BulkLimits
 from holdfast_core.shards.file import ShardRecord

@@ -18,8 +18,7 @@ from holdfast_core.errors import RefusedError
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange
 from holdfast_core.messages.schema import ReadObject, Refusal
-from holdfast_core.net.listener import ConnectionLimits
-from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_core.net import ConnectionLimits, TlsFiles, client_context
 from holdfast_core.peer.protocol import PIECE_BYTES, send_message
 from holdfast_core.peer.server import BulkLimits
 from holdfast_core.peer.store import copy_shard

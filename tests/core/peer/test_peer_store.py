@@ -11,13 +11,13 @@ import pytest
 from tests.support.peer.bulk_pair import OPTIONS, SERVER, Handler
 
 from holdfast.testing import RangedStoreContract
-from holdfast_core.closing import Closing
 from holdfast_core.errors import NotFoundError, UnavailableError
 from holdfast_core.ids import ByteRange
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.net import TlsFiles, client_context, server_context
 from holdfast_core.peer.protocol import Peer
 from holdfast_core.peer.server import BulkServer
 from holdfast_core.peer.store import PeerStore
+from holdfast_core.tasks import Closing
 
 
 @dataclass

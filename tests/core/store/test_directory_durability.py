@@ -9,7 +9,7 @@ from tests.support.crash.fsyncs import recorded_fsyncs
 
 from holdfast_core.node.files import TEMP_PREFIX
 from holdfast_core.store.directory import DirectoryObjectStore
-from holdfast_core.tiers.objects import Document
+from holdfast_core.store.upload import Document
 
 KEY = "jobs/one/manifest.json"
 

@@ -12,7 +12,8 @@ from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast.testing import ObjectStoreContract, ReadableStoreContract
 from holdfast_core.store.directory import DirectoryObjectStore
-from holdfast_core.tiers.objects import Document, ObjectStore, ReadableStore
+from holdfast_core.store.upload import Document
+from holdfast_core.tiers.objects import ObjectStore, ReadableStore
 
 
 def open_store(kind: str, folder: Path) -> ObjectStore:

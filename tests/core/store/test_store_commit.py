@@ -18,7 +18,8 @@ from holdfast_core.format.keys import job_prefix, shard_key
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.store.commit import commit
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.tiers.objects import Document, ObjectSource, Page
+from holdfast_core.store.upload import Document
+from holdfast_core.tiers.objects import ObjectSource, Page
 
 NAMESPACE = "team-a"
 HOUR = timedelta(hours=1)

@@ -31,8 +31,8 @@ from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
+from holdfast_core.store.upload import Document
 from holdfast_core.tiers.base import ShardReader
-from holdfast_core.tiers.objects import Document
 
 NAMESPACE = "team-a"
 SIZE = 200_000
@@ -217,7 +217,7 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from holdfast_core.store.directory import DirectoryObjectStore
-from holdfast_core.tiers.objects import Document
+from holdfast_core.store.upload import Document
 os.getpid = lambda: 1
 Path.unlink = lambda *_, **__: None
 DirectoryObjectStore(Path(sys.argv[1])).write(sys.argv[2], Document(b"x"))

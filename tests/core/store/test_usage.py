@@ -16,6 +16,7 @@ from holdfast_core.ids import CheckpointId, JobUid, RestartRound, ShardRef, Step
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.store.rules import abandoned
 from holdfast_core.store.tier import ObjectTier, Total
+from holdfast_core.store.upload import Document
 from holdfast_core.store.usage import (
     JobUsage,
     Orphan,
@@ -24,7 +25,7 @@ from holdfast_core.store.usage import (
     sweep,
     usage_of,
 )
-from holdfast_core.tiers.objects import Document, Listed, Page
+from holdfast_core.tiers.objects import Listed, Page
 
 NAMESPACE = "team-a"
 JOB = StoredJobName(NAMESPACE, JOB_UID)

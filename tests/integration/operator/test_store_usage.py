@@ -17,7 +17,7 @@ from tests.support.tiers.stores import s3_store
 
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.tiers.objects import Document
+from holdfast_core.store.upload import Document
 
 pytestmark = pytest.mark.integration
 KEYS = {"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}

@@ -14,7 +14,7 @@ from holdfast_core.format.keys import manifest_key
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, TierName
 from holdfast_core.messages.schema import CoordinatorState, GangRequest, Ok, Policy
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.tiers.objects import Document
+from holdfast_core.store.upload import Document
 
 pytestmark = pytest.mark.integration
 

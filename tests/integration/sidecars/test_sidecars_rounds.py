@@ -14,7 +14,7 @@ from tests.support.sidecar.waiting import DEADLINE_SECONDS
 from holdfast_core.errors import RefusedError, StaleRoundError
 from holdfast_core.ids import Level, Rank, RestartRound, TierName, Worker
 from holdfast_core.messages.schema import DeadRank, LauncherPlan, Member, Policy, Refusal
-from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_core.net import TlsFiles, client_context
 
 pytestmark = pytest.mark.integration
 

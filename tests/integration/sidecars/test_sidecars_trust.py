@@ -28,7 +28,7 @@ from holdfast_core.messages.schema import (
     WorkerReport,
     WorkerReports,
 )
-from holdfast_core.net.tls import TlsFiles, client_context, operator_dns_name, peer_dns_name
+from holdfast_core.net import TlsFiles, client_context, operator_dns_name, peer_dns_name
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.store import copy_shard

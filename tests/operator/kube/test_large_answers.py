@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.support.servers.pki import Authority
 
-from holdfast_core.net.tls import READ_BYTES, load_leaf, use_small_read_buffers
+from holdfast_core.net import READ_BYTES, load_leaf, use_small_read_buffers
 from holdfast_operator.kube.api import KubeAccess, KubeApi
 
 SIZE_BYTES = 1 << 20

@@ -10,7 +10,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from holdfast_core.net.tls import load_leaf, operator_dns_name, peer_dns_name
+from holdfast_core.net import load_leaf, operator_dns_name, peer_dns_name
 from holdfast_operator.sidecars.certificates import (
     KeyPair,
     client_context,

@@ -25,7 +25,7 @@ from holdfast_core.messages.schema import (
     RestorePoint,
     Round,
 )
-from holdfast_core.net.tls import peer_dns_name
+from holdfast_core.net import peer_dns_name
 from holdfast_operator.model.actions import CallPath
 from holdfast_operator.model.job import Reachable
 from holdfast_operator.sidecars.certificates import (

@@ -16,7 +16,7 @@ from tests.support.sidecar.contracts import contract_with
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import ConfigError
-from holdfast_core.net.tls import peer_dns_name
+from holdfast_core.net import peer_dns_name
 from holdfast_sidecar.base.settings import PORTS_FILE, Settings
 from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.process.app import start_sidecar

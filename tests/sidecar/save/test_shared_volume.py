@@ -22,7 +22,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
-from holdfast_core.net.tls import peer_dns_name
+from holdfast_core.net import peer_dns_name
 from holdfast_core.save.place import RankLayouts, SlotNote, SlotNotes
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, list_slots
 from holdfast_sidecar.base.settings import Settings

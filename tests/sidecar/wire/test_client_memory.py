@@ -13,7 +13,7 @@ from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.ids import Worker
 from holdfast_core.messages.schema import FinishCommit
-from holdfast_core.net.tls import TlsFiles, client_context, peer_dns_name, server_context
+from holdfast_core.net import TlsFiles, client_context, peer_dns_name, server_context
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.verbs import PATHS
 

@@ -28,8 +28,9 @@ from holdfast_core.messages.schema import (
     Ok,
     Seal,
 )
-from holdfast_core.net.listener import ConnectionLimits, ListenerLimits
-from holdfast_core.net.tls import (
+from holdfast_core.net import (
+    ConnectionLimits,
+    ListenerLimits,
     TlsFiles,
     client_context,
     operator_dns_name,

@@ -15,7 +15,7 @@ from tests.support.servers.ports import free_port
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import JobUid, RestartRound, Worker, is_spare
 from holdfast_core.messages.schema import Round, Seal
-from holdfast_core.net.tls import operator_dns_name, peer_dns_name
+from holdfast_core.net import operator_dns_name, peer_dns_name
 from holdfast_operator.model.actions import Call, CallPath, OutgoingRound
 from holdfast_operator.model.job import PodPhase, PodView, Reachable, SidecarView
 from holdfast_operator.model.ownership import Key, job_key

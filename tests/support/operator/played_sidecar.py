@@ -32,7 +32,7 @@ from holdfast_core.messages.schema import (
     Seal,
     UncommittedShard,
 )
-from holdfast_core.net.tls import load_leaf
+from holdfast_core.net import load_leaf
 from holdfast_operator.sidecars.certificates import KeyPair
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]

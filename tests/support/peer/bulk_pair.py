@@ -15,7 +15,7 @@ from tests.support.tiers.scratch import ScratchTier
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.net import TlsFiles, client_context, server_context
 from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.server import BulkLimits, BulkServer, shards_of
 from holdfast_core.peer.store import PeerStore, copy_shard

@@ -13,7 +13,7 @@ from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.messages.schema import ReadObject, ReadReply
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.net import TlsFiles, client_context, server_context
 from holdfast_core.peer.protocol import Peer, receive_message, send_message
 from holdfast_core.shards.file import ShardRecord, Trailer, head_bytes, pack_trailer, trailer_offset
 

@@ -43,7 +43,7 @@ from holdfast_core.messages.schema import (
     Round,
     UncommittedShard,
 )
-from holdfast_core.net.tls import TlsFiles, client_context, operator_dns_name, peer_dns_name
+from holdfast_core.net import TlsFiles, client_context, operator_dns_name, peer_dns_name
 from holdfast_sidecar.base.settings import PORTS_FILE
 
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")

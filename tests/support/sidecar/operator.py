@@ -32,7 +32,7 @@ from holdfast_core.messages.schema import (
     Round,
     Seal,
 )
-from holdfast_core.net.tls import peer_dns_name
+from holdfast_core.net import peer_dns_name
 from holdfast_sidecar.wire.client import raise_refused
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast_core.closing import Closing
 from holdfast_core.errors import HoldfastError, UnavailableError
+from holdfast_core.tasks import Closing
 
 _OPENING = frozenset({"begin_copy", "open_shard"})
 """Methods that return an object whose calls may fail too."""

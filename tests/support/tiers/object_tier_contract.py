@@ -29,7 +29,8 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import CHUNK_BYTES
 from holdfast_core.store.commit import commit
 from holdfast_core.store.tier import ObjectTier
-from holdfast_core.tiers.objects import Document, ObjectStore, Page
+from holdfast_core.store.upload import Document
+from holdfast_core.tiers.objects import ObjectStore, Page
 
 MIB = 1 << 20
 PREFIX = "some/prefix"

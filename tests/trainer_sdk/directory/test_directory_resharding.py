@@ -20,7 +20,6 @@ from holdfast.directory.open_folder import OpenFolder, ServiceOptions
 from holdfast.directory.persister import DirectoryService
 from holdfast.directory.restore import FolderPlaces, ShardFetcher, assemble_payload
 from holdfast.slots.staging import SlotRing
-from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     NotFoundError,
     RefusedError,
@@ -40,6 +39,7 @@ from holdfast_core.shm.slot_file import SlotFile, SlotState
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store_url import parse_store_url
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import ShardSource
 
 MESH = [2, 2]

@@ -148,29 +148,6 @@ class WorkerReport(Clipped, Sparse):
     restored_from: Annotated[tuple[TierName, ...], PerRank] = ()
     """The farthest tier from which the state of each own rank was read. Empty before all shards are here."""
 
-    @property
-    def waiting(self) -> tuple[RankSaves, ...]:
-        """The saves of the ranks that have steps waiting in slots, which they need for further saves."""
-        return tuple(saves for saves in self.saves if saves.waiting)
-
-    @property
-    def urgent(self) -> tuple[object, ...]:
-        """The part of the report whose changes are sent, and shown to the operator, without delay."""
-        return (
-            self.dead,
-            self.failures,
-            self.rehydrate_seconds,
-            self.barrier_open,
-            self.cannot_restore,
-            self.restore_may_succeed,
-            self.done,
-            self.idle and self.done,
-            self.ends,
-            self.leaves,
-            bool(self.progress),
-            self.stacks_token,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerReports(Sparse):

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
-from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import ByteRange, ShardRef
@@ -50,6 +49,7 @@ from holdfast_core.shards.file import (
     unpack_trailer,
 )
 from holdfast_core.shards.stream import PayloadDigester, ShardStream, check_ref, check_same
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import PayloadSource
 
 

@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from holdfast_core.clock import Clock, SystemClock
-from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     AccessDeniedError,
     CorruptionError,
@@ -44,8 +43,9 @@ from holdfast_core.ids import RestartRound
 from holdfast_core.messages.codec import body_limit_bytes, dumps, loads
 from holdfast_core.messages.common import refusal_of
 from holdfast_core.messages.schema import ReadReply, Refusal, Refused
-from holdfast_core.net.tls import peer_name
+from holdfast_core.net import peer_name
 from holdfast_core.pacing import MinimumRate
+from holdfast_core.tasks import Closing
 
 Wrap = Callable[[socket.socket], ssl.SSLSocket]
 """Wraps a socket in TLS without the handshake."""

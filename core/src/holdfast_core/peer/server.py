@@ -1,9 +1,9 @@
 """Server of the bulk protocol: send ranges of shards to members that copy or restore them.
 
 The handler decides who may read. The number of connections is limited, and unauthenticated callers cannot
-keep members out (net.listener). The number of requests in progress has a limit of its own, so that idle
-connections do not block requests. Every wait has a time-out. The bytes are not verified here: the receiver
-verifies each chunk, and reports a shard that is bad.
+keep members out (`holdfast_core.net`). The number of requests in progress has a limit of its own, so that
+idle connections do not block requests. Every wait has a time-out. The bytes are not verified here: the
+receiver verifies each chunk, and reports a shard that is bad.
 
 A connection keeps the last shard open. Opening a shard reads and verifies its chunk table. For a shard of
 10 GiB this costs as much as sending half a range, and a caller requests many ranges of one shard.
@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
@@ -33,7 +32,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange
 from holdfast_core.messages.schema import ReadObject, ReadReply
-from holdfast_core.net.listener import ConnectionLimits, Connections
+from holdfast_core.net import ConnectionLimits, Connections
 from holdfast_core.peer.protocol import (
     PIECE_BYTES,
     SEND_BYTES,
@@ -43,6 +42,7 @@ from holdfast_core.peer.protocol import (
     send_message,
     tune,
 )
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import NodeTier, ShardReader
 
 

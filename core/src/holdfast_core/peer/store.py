@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,
@@ -60,6 +59,7 @@ from holdfast_core.store.download.shard import (
     open_stored_shard,
 )
 from holdfast_core.store.download.stored import StoredShards
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
 from holdfast_core.tiers.sources import CLOSING
 

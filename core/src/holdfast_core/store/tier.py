@@ -25,9 +25,9 @@ from holdfast_core.shards.pack import PackIndex
 from holdfast_core.store.download.shard import StoredShardReader, is_damaged, open_stored_shard
 from holdfast_core.store.download.stored import StoredShard, StoredShards
 from holdfast_core.store.rules import dead
-from holdfast_core.store.upload import CompressedPack, PlainPack, WholeShard
+from holdfast_core.store.upload import CompressedPack, Document, PlainPack, WholeShard
 from holdfast_core.tiers.base import OpenWriter, ShardReader
-from holdfast_core.tiers.objects import Document, Listed, ObjectStore, Page
+from holdfast_core.tiers.objects import Listed, ObjectStore, Page
 
 Dead = Callable[[Collection[CheckpointId], frozenset[CheckpointId]], frozenset[CheckpointId]]
 """Takes checkpoints and those that have a manifest, and returns those that do not exist and never will."""

@@ -1,4 +1,4 @@
-"""Sources of an object: a whole shard file, a pack, and a pack with compressed chunks.
+"""Sources of an object: a document, a whole shard file, a pack, and a pack with compressed chunks.
 
 No second pass over the payload is made, and no network is used.
 
@@ -26,7 +26,7 @@ import itertools
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.canonical import append_crc, crc32c
@@ -36,6 +36,27 @@ from holdfast_core.shards.file import head_bytes
 from holdfast_core.shards.pack import HERE, PLAIN, Coding, PackIndex, pack_index
 from holdfast_core.tiers.base import ShardReader
 from holdfast_core.tiers.objects import FileRange, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """ObjectSource of bytes in memory."""
+
+    data: bytes
+    made_while_sent: bool = False
+
+    @property
+    def size_limit(self) -> int:
+        return len(self.data)
+
+    def parts(self, part_bytes: int) -> Iterator[Part]:
+        for start in range(0, max(1, len(self.data)), part_bytes):
+            data = self.data[start : start + part_bytes]
+            is_last = start + part_bytes >= len(self.data)
+            yield Part((data,), len(data), crc32c(data), is_last)
+
+    def verify(self) -> None:
+        """Do nothing: bytes in memory have no checksum from before."""
 
 
 class CompressedPack:

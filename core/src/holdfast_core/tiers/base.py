@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from typing import Protocol
 
-from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.shards.file import CHUNK_BYTES, ChunkTable, ShardHeader, ShardRecord, Trailer
+from holdfast_core.tasks import Closing
 
 __all__ = [
     "CHUNK_BYTES",

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.canonical import append_crc, crc32c
+from holdfast_core.format.canonical import append_crc
 
 MAX_DOCUMENT_BYTES = 64 << 20
 """Longest object that `ObjectStore.get` returns."""
@@ -108,27 +108,6 @@ class ObjectSource(Protocol):
     def verify(self) -> None:
         """Read the source again. Raises CorruptionError if it is damaged on this node."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """ObjectSource of bytes in memory."""
-
-    data: bytes
-    made_while_sent: bool = False
-
-    @property
-    def size_limit(self) -> int:
-        return len(self.data)
-
-    def parts(self, part_bytes: int) -> Iterator[Part]:
-        for start in range(0, max(1, len(self.data)), part_bytes):
-            data = self.data[start : start + part_bytes]
-            is_last = start + part_bytes >= len(self.data)
-            yield Part((data,), len(data), crc32c(data), is_last)
-
-    def verify(self) -> None:
-        """Do nothing: bytes in memory have no checksum from before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecu
 from contextlib import closing
 from typing import Any, ParamSpec, TypeVar
 
-from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,
@@ -20,6 +19,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import ByteRange
 from holdfast_core.shards.file import Trailer, bad_chunks, head_bytes, payload_span
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import ShardReader
 
 AHEAD_BYTES = 4 << 20

@@ -31,7 +31,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.clock import Clock
 from holdfast_core.contract import DrillExit
-from holdfast_core.net.listener import Port
+from holdfast_core.net import Port
 from holdfast_operator.model.reasons import Reason
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 600)

@@ -20,7 +20,7 @@ import aiohttp
 import yaml
 
 from holdfast_core.errors import ConfigError, HoldfastError
-from holdfast_core.net.tls import load_leaf, use_large_read_buffer
+from holdfast_core.net import load_leaf, use_large_read_buffer
 from holdfast_operator.base.settings import SERVICE_ACCOUNT_DIR, Settings
 
 

@@ -28,7 +28,7 @@ from holdfast_core import logs
 from holdfast_core.api import Gang
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
-from holdfast_core.net.tls import load_leaf, operator_dns_name, peer_dns_name
+from holdfast_core.net import load_leaf, operator_dns_name, peer_dns_name
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model import labels

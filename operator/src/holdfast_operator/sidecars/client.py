@@ -43,7 +43,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     Refused,
 )
-from holdfast_core.net.tls import peer_dns_name
+from holdfast_core.net import peer_dns_name
 from holdfast_operator.model.actions import CallPath
 
 R = TypeVar("R")

@@ -25,6 +25,7 @@ from holdfast_core.messages.schema import (
     GangRequest,
     Member,
     Prune,
+    RankSaves,
     Refusal,
     Refused,
     Round,
@@ -475,3 +476,26 @@ def next_hop(message: Round, worker: Worker) -> Worker:
     """Return the worker that a worker reports to, and that it gets the plan from."""
     relay = relay_of(message, worker)
     return message.coordinator if relay == worker else relay
+
+
+def waiting_saves(report: WorkerReport) -> tuple[RankSaves, ...]:
+    """Return the saves of the ranks that have steps waiting in slots, which they need for further saves."""
+    return tuple(saves for saves in report.saves if saves.waiting)
+
+
+def urgent_part(report: WorkerReport) -> tuple[object, ...]:
+    """Return the part of a report whose changes are sent, and shown to the operator, without delay."""
+    return (
+        report.dead,
+        report.failures,
+        report.rehydrate_seconds,
+        report.barrier_open,
+        report.cannot_restore,
+        report.restore_may_succeed,
+        report.done,
+        report.idle and report.done,
+        report.ends,
+        report.leaves,
+        bool(report.progress),
+        report.stacks_token,
+    )

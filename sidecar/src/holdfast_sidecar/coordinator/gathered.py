@@ -18,6 +18,7 @@ from holdfast_core.messages.schema import (
     RoundTimes,
     WorkerReport,
 )
+from holdfast_sidecar.base.rounds import urgent_part, waiting_saves
 from holdfast_sidecar.base.telemetry import FULL
 
 _MAX_FAILURES = 64
@@ -89,7 +90,7 @@ class Gathered:
             (self._full, any(f.reason in FULL for f in report.failures)),
             (self._paused, any(p.paused for p in report.progress)),
             (self._dead, bool(report.dead)),
-            (self._waiting, bool(report.waiting)),
+            (self._waiting, bool(waiting_saves(report))),
         ):
             (workers.add if holds else workers.discard)(worker)
         self._metrics.update(report.step_metrics)
@@ -106,7 +107,7 @@ class Gathered:
             self.barrier_at = now
         if self.first_step_at is None and self.running:
             self.first_step_at = now
-        return before is None or before.urgent != report.urgent
+        return before is None or urgent_part(before) != urgent_part(report)
 
     def metrics(self, step: Step) -> Mapping[str, float]:
         """Return what rank 0 had reported when it saved a step of this round."""

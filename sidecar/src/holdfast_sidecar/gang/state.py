@@ -37,7 +37,7 @@ from holdfast_core.messages.schema import (
 from holdfast_core.save.staging import Stager
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base.pod import Pod
-from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.rounds import RoundState, urgent_part, waiting_saves
 from holdfast_sidecar.base.telemetry import Failures, RankGauges
 from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.save.flow import Flow
@@ -504,7 +504,7 @@ class Reporter:
 
 def _awaited(report: WorkerReport) -> tuple[object, ...]:
     """Return the part of a report whose changes are sent at once, because other workers may wait for it."""
-    return report.urgent, report.waiting, report.shards, report.lost
+    return urgent_part(report), waiting_saves(report), report.shards, report.lost
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

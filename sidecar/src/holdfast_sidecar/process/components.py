@@ -15,7 +15,7 @@ from holdfast_core import logs
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract, StoreConfig
 from holdfast_core.ids import RestartRound, TierName
-from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.net import TlsFiles, client_context, server_context
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.store.directory import DirectoryObjectStore, directory_of

@@ -42,7 +42,7 @@ from holdfast_core.messages.schema import (
     Refused,
     WorkerReports,
 )
-from holdfast_core.net.tls import peer_dns_name
+from holdfast_core.net import peer_dns_name
 from holdfast_sidecar.base.rounds import Caller, RoundState, next_hop
 from holdfast_sidecar.wire.bodies import in_pieces
 from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER

@@ -33,7 +33,7 @@ from holdfast_core.messages.schema import (
     Refusal,
 )
 from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
-from holdfast_core.net.listener import ConnectionLimits, Connections
+from holdfast_core.net import ConnectionLimits, Connections
 from holdfast_core.shm.shared_files import listen_unix
 from holdfast_core.tasks import Tasks
 from holdfast_sidecar.base.rounds import RoundState

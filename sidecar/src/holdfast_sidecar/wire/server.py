@@ -40,8 +40,7 @@ from holdfast_core.messages.schema import (
     Refusal,
     StoreAddress,
 )
-from holdfast_core.net.listener import ListenerLimits, Port, dns_names
-from holdfast_core.net.tls import operator_dns_name
+from holdfast_core.net import ListenerLimits, Port, dns_names, operator_dns_name
 from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_caller
 from holdfast_sidecar.wire.bodies import Bodies, BodyLimits, ClosedConnections, in_pieces
 from holdfast_sidecar.wire.client import raise_refused

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from holdfast.reading.source import CheckpointSource
-from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,
@@ -36,6 +35,7 @@ from holdfast_core.format.rank_layout import (
 )
 from holdfast_core.ids import ByteRange, CheckpointId, Rank
 from holdfast_core.reading import Reader, ShardPlace, run_blocking
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import ShardSource
 
 T = TypeVar("T")

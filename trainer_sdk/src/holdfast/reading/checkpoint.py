@@ -11,7 +11,6 @@ from holdfast.reading.boxes import BoxReader, Memory
 from holdfast.reading.source import CheckpointSource
 from holdfast.state.tensors import RAW, own_name, view_stored
 from holdfast.state.tree import METRICS, STATE, Decoder
-from holdfast_core.closing import Closing
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
@@ -23,6 +22,7 @@ from holdfast_core.format.payload import unpack_objects
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, element_bytes
 from holdfast_core.ids import ByteRange, CheckpointId, Rank
 from holdfast_core.reshard.boxes import holders_of, saved_state
+from holdfast_core.tasks import Closing
 
 _NOWHERE = ByteRange(0, 0)
 

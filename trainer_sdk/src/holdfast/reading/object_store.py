@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Self
 
 from holdfast.directory.choice import JOB_UID, NAMESPACE
-from holdfast_core.closing import Closing
 from holdfast_core.drill import DrillPlace
 from holdfast_core.errors import ConfigError, FormatError, NotFoundError
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
@@ -22,6 +21,7 @@ from holdfast_core.store.drilled import StoredJob
 from holdfast_core.store.open import open_tier
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store_url import StoreUrl
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import ShardSource
 
 _SHOWN_JOBS = 10

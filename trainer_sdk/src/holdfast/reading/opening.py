@@ -15,11 +15,11 @@ from holdfast.base.settings import current_environment
 from holdfast.directory.choice import JOB_UID, refuse_old_layout
 from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.source import CheckpointSource, FolderSource
-from holdfast_core.closing import Closing
 from holdfast_core.drill import DrillReport, DrillRequest, drill, newest_of
 from holdfast_core.errors import FormatError, NotFoundError
 from holdfast_core.ids import CheckpointId
 from holdfast_core.store_url import StoreUrl
+from holdfast_core.tasks import Closing
 
 logger = logging.getLogger(__name__)
 

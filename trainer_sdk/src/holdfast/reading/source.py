@@ -12,13 +12,13 @@ from typing import Protocol
 from holdfast.directory.choice import JOB_UID, committed, open_in_folder
 from holdfast.directory.commit import one_at_a_time
 from holdfast.directory.processes import claim_checkpoint
-from holdfast_core.closing import Closing
 from holdfast_core.drill import DrillPlace
 from holdfast_core.errors import ConfigError, NotFoundError
 from holdfast_core.format.manifest import Manifest, ManifestShard, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reading import check_source
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import ShardSource
 
 

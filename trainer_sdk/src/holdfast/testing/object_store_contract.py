@@ -17,8 +17,8 @@ import pytest
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, HoldfastError, NotFoundError
 from holdfast_core.format.canonical import crc32c
+from holdfast_core.store.upload import Document
 from holdfast_core.tiers.objects import (
-    Document,
     Listed,
     ObjectStore,
     Part,

@@ -24,7 +24,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from holdfast_core.closing import Closing
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.ids import ShardRef
@@ -52,6 +51,7 @@ from holdfast_core.store.download.stored import (
     StoredShards,
     places_in,
 )
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import CopyWriter, OpenWriter
 from holdfast_core.tiers.objects import RangedStore
 from holdfast_core.tiers.sources import CLOSING, submit, wait_all

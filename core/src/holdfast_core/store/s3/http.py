@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.clock import Clock, SystemClock
-from holdfast_core.closing import Closing
 from holdfast_core.errors import ConfigError, CorruptionError, TierError, UnavailableError
 from holdfast_core.pacing import MinimumRate, RatedSocket
+from holdfast_core.tasks import Closing
 from holdfast_core.tiers.objects import FileRange
 
 SLICE_BYTES = 1 << 20

@@ -1,1 +1,0 @@
-"""Mutual TLS, and ports and logs that limit what unauthenticated callers can use."""
