@@ -20,12 +20,11 @@ from benchmarks.scale.gangs import REPORT_SECONDS, Gang, GangSidecar
 from benchmarks.scale.leases import LeaseProcess, now
 from benchmarks.scale.listener import Credentials, Listener
 from holdfast_core.clock import SystemClock
-from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
+from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER, StoreVerb
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.net import peer_dns_name
 from holdfast_operator.kube.api import ApiError, KubeApi
 from holdfast_operator.model import labels
-from holdfast_operator.model.ownership import StoreVerb
 from holdfast_operator.sidecars.certificates import KeyPair
 from holdfast_operator.watch.cache import LEASES_PATH
 from holdfast_operator.watch.reflector import Collection, Reflector

@@ -52,7 +52,7 @@ from holdfast_core.shards.file import (
 from holdfast_core.shards.pack import index_bytes_of, unpack_index
 from holdfast_core.shards.stream import ShardStream
 from holdfast_core.shm.slot_file import SlotHeader, SlotState
-from holdfast_operator.loop.stores import result_of
+from holdfast_operator.decide.stores import result_of
 from holdfast_operator.model.command_pods import parse_report
 
 GOLDEN = Path(__file__).parent.parent / "golden"

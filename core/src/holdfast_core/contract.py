@@ -12,12 +12,17 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from enum import IntEnum
-from typing import Any, Self
+from dataclasses import MISSING, asdict, dataclass, fields
+from enum import IntEnum, StrEnum
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
+
+T = TypeVar("T")
 
 PREFIX = "HOLDFAST_"
 
@@ -92,12 +97,7 @@ class StoreConfig:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        try:
-            data = json.loads(text)
-            known = {f.name for f in fields(cls)}
-            config = cls(**{k: v for k, v in data.items() if k in known})
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"store configuration is not valid: {error}") from error
+        config = _parsed(cls, text, "store configuration is not valid")
         if not is_endpoint(config.endpoint):
             raise ConfigError(
                 f"store configuration: s3.endpoint is {config.endpoint!r}, expected host:port with "
@@ -128,10 +128,52 @@ MIN_GRACE_SECONDS = 3600
 """Shortest age of an orphan that is deleted without a coordinator's knowledge (store.rules.QUIET)."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrillContract:
-    """Which checkpoint a drill reads, passed as JSON in one variable."""
+class StoreVerb(StrEnum):
+    """What a short-lived pod with the keys of a store does (operator/model/command_pods.py)."""
 
+    PROBE = "probe"
+    DELETE = "delete"
+    DRILL = "drill"
+    USAGE = "usage"
+    LIST = "list"
+
+    @property
+    def command(self) -> str:
+        """Return the command of the program `holdfast-sidecar`."""
+        return f"{self}-store" if self in (StoreVerb.PROBE, StoreVerb.LIST) else str(self)
+
+    @property
+    def variable(self) -> str:
+        """Return the variable with the request of the pod, a StoreRequest as JSON."""
+        return f"{PREFIX}{self.upper()}"
+
+
+class StoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the pod of one verb is to do in the store, passed as JSON in one variable."""
+
+    verb: ClassVar[StoreVerb]
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the variable; "" has no field. Raises ConfigError."""
+        return _parsed(cls, text or "{}", f"{cls.verb.variable} is not valid")
+
+
+def _parsed(kind: type[T], text: str, problem: str) -> T:
+    """Parse JSON into a value of this type. Raises ConfigError, whose text begins with the problem."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ConfigError(f"{problem}: {error}") from error
+
+
+class DrillContract(StoreRequest, frozen=True):
+    """Which checkpoint a drill reads."""
+
+    verb = StoreVerb.DRILL
     namespace: str
     """Namespace of the job, as in the keys of the objects."""
     job_uid: JobUid
@@ -144,31 +186,11 @@ class DrillContract:
     world_size: int | None = None
     """Number of ranks for which the state is assembled. None: it is not assembled."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Parse the variable. Raises ConfigError."""
-        try:
-            data = json.loads(text)
-            contract = cls(**data)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ConfigError(f"HOLDFAST_DRILL is not valid: {error}") from error
-        for name, value in asdict(contract).items():
-            expected = str if name in ("namespace", "job_uid", "manifest") else int
-            is_optional = name not in ("namespace", "job_uid")
-            if not (value is None and is_optional) and type(value) is not expected:
-                raise ConfigError(
-                    f"HOLDFAST_DRILL: {name} is {value!r}, expected {expected.__name__}"
-                )
-        return contract
+class DeleteContract(StoreRequest, frozen=True):
+    """Which checkpoints of a job are deleted in the store."""
 
-
-@dataclass(frozen=True, slots=True)
-class DeleteContract:
-    """Which checkpoints of a job are deleted in the store, passed as JSON in one variable."""
-
+    verb = StoreVerb.DELETE
     namespace: str
     """Namespace of the job, as in the keys of the objects."""
     job_uid: JobUid
@@ -179,40 +201,11 @@ class DeleteContract:
     ended: bool = False
     """No process of the job writes any more: objects that no checkpoint needs are deleted as well."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Parse the variable. Raises ConfigError."""
-        try:
-            data = json.loads(text)
-            namespace, uid = data.pop("namespace"), data.pop("job_uid")
-            listed, keep, ended = data.pop("checkpoints"), data.pop("keep"), data.pop("ended")
-            if (
-                data
-                or not all(isinstance(v, str) for v in (namespace, uid))
-                or type(ended) is not bool
-            ):
-                raise ValueError(f"found {text[:200]}")
-            kept = None if keep is None else tuple(map(_checkpoint_id, keep))
-            return cls(namespace, JobUid(uid), tuple(map(_checkpoint_id, listed)), kept, ended)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"HOLDFAST_DELETE is not valid: {error}") from error
+class ListContract(StoreRequest, frozen=True):
+    """Which checkpoints a list of the store has."""
 
-
-def _checkpoint_id(data: Mapping[str, object]) -> CheckpointId:
-    """Parse step and round. A wrong one would delete another checkpoint."""
-    step, round_ = data["step"], data["round"]
-    if type(step) is not int or type(round_) is not int or len(data) != 2:
-        raise ValueError(f"expected step and round, found {data}")
-    return CheckpointId(Step(step), RestartRound(round_))
-
-
-@dataclass(frozen=True, slots=True)
-class ListContract:
-    """Which checkpoints a list of the store has, passed as JSON in one variable."""
-
+    verb = StoreVerb.LIST
     namespace: str
     """Namespace of the jobs, as in the keys of the objects."""
     job: str | None = None
@@ -220,52 +213,18 @@ class ListContract:
     request: str = ""
     """What tells this request from others, so that the one who asks finds its pod."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Parse the variable. Raises ConfigError."""
-        try:
-            contract = cls(**json.loads(text))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ConfigError(f"HOLDFAST_LIST is not valid: {error}") from error
-        texts = (contract.namespace, contract.job or "", contract.request)
-        if any(type(text) is not str for text in texts):
-            raise ConfigError("HOLDFAST_LIST: namespace, job and request must be texts")
-        return contract
+class UsageContract(StoreRequest, frozen=True):
+    """What a pod that lists a store may delete."""
 
-
-@dataclass(frozen=True, slots=True)
-class UsageContract:
-    """What a pod that lists a store may delete, passed as JSON in one variable."""
-
-    sweep_after_seconds: int | None = None
-    """Age from which orphans are deleted. None: nothing is deleted."""
+    verb = StoreVerb.USAGE
+    sweep_after_seconds: Annotated[int, Meta(ge=MIN_GRACE_SECONDS)] | None = None
+    """Age from which orphans are deleted. None: nothing is deleted. An upload that is just ending may be as
+    old as the bound."""
     running: tuple[JobUid, ...] = ()
     """Jobs with a coordinator, which sweeps what is theirs."""
     ended: tuple[JobUid, ...] = ()
     """Jobs that upload nothing more."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Parse the variable; "" is the default. Raises ConfigError."""
-        try:
-            data = {"sweep_after_seconds": None, **json.loads(text or "{}")}
-            after = data.pop("sweep_after_seconds")
-            uids = {name: tuple(map(JobUid, found)) for name, found in data.items()}
-            contract = cls(after, **uids)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"HOLDFAST_USAGE is not valid: {error}") from error
-        if after is not None and (type(after) is not int or after < MIN_GRACE_SECONDS):
-            raise ConfigError(
-                f"HOLDFAST_USAGE: sweep_after_seconds is {after!r}, expected an integer of at least "
-                f"{MIN_GRACE_SECONDS}: an upload that is just ending may be as old"
-            )
-        return contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +260,7 @@ class PodContract(WorkerContract):
         source = os.environ if env is None else env
         if f"{PREFIX}JOB_UID" not in source:
             return None
-        return cls(**_read(cls, source))
+        return _read(cls, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,43 +283,26 @@ class SidecarContract(WorkerContract):
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Self:
-        return cls(**_read(cls, os.environ if env is None else env))
+        return _read(cls, os.environ if env is None else env)
 
     def store_config(self) -> StoreConfig | None:
         return StoreConfig.from_json(self.store) if self.store else None
 
 
-_INT_FIELDS = frozenset(
-    {
-        "worker",
-        "birth_round",
-        "procs_per_worker",
-        "slots",
-        "stop_seconds",
-        "node_capacity_bytes",
-        "control_port",
-        "bulk_port",
-        "metrics_port",
-    }
-)
-
-
-def _read(cls: type[Any], env: Mapping[str, str]) -> dict[str, Any]:
-    from dataclasses import MISSING
-
-    values: dict[str, Any] = {}
-    for field in fields(cls):
-        name = f"{PREFIX}{field.name.upper()}"
-        raw = env.get(name)
-        if raw is None:
-            if field.default is MISSING:
-                raise ConfigError(
-                    f"environment variable {name} is not set: expected by {cls.__name__}; "
-                    "the operator sets it in the pods that it renders"
-                )
-            continue
-        try:
-            values[field.name] = int(raw) if field.name in _INT_FIELDS else raw
-        except ValueError as error:
-            raise ConfigError(f"{name}={raw!r}: expected a whole number") from error
-    return values
+def _read(cls: type[T], env: Mapping[str, str]) -> T:
+    """Return the contract that these variables have. Raises ConfigError."""
+    kind: Any = cls
+    variables = {field: f"{PREFIX}{field.name.upper()}" for field in fields(kind)}
+    for field, name in variables.items():
+        if name not in env and field.default is MISSING:
+            raise ConfigError(
+                f"environment variable {name} is not set: expected by {cls.__name__}; "
+                "the operator sets it in the pods that it renders"
+            )
+    given = {field.name: env[name] for field, name in variables.items() if name in env}
+    try:
+        return msgspec.convert(given, cls, strict=False)
+    except msgspec.ValidationError as error:
+        text, _, at = str(error).rpartition(" - at `$.")
+        name = f"{PREFIX}{at.rstrip('`').upper()}"
+        raise ConfigError(f"{name}={env.get(name)!r}: {text}") from error

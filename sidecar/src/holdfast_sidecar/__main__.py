@@ -17,6 +17,7 @@ import os
 import sys
 
 from holdfast_core import logs
+from holdfast_core.contract import StoreVerb
 from holdfast_core.errors import HoldfastError
 from holdfast_sidecar.base.settings import (
     Settings,
@@ -57,59 +58,35 @@ def _serve() -> int:
     return status
 
 
-def _probe_store() -> int:
-    from holdfast_sidecar.process.store_probe import probe_store
-
-    return probe_store(*store_environment(), termination_log())
-
-
-def _drill() -> int:
-    from holdfast_sidecar.process.store_drill import drill_store
-
-    return drill_store(
-        *store_environment(), request_environment("HOLDFAST_DRILL"), termination_log()
-    )
-
-
-def _delete() -> int:
+def _in_store(verb: StoreVerb) -> int:
+    """Run the command of a pod that holds the keys of a store."""
     from holdfast_sidecar.process.store_delete import delete_in_store
-
-    return delete_in_store(
-        *store_environment(), request_environment("HOLDFAST_DELETE"), termination_log()
-    )
-
-
-def _usage() -> int:
+    from holdfast_sidecar.process.store_drill import drill_store
+    from holdfast_sidecar.process.store_list import list_store
+    from holdfast_sidecar.process.store_probe import probe_store
     from holdfast_sidecar.process.store_usage import store_usage
 
-    return store_usage(
-        *store_environment(), request_environment("HOLDFAST_USAGE"), termination_log()
-    )
-
-
-def _list_store() -> int:
-    from holdfast_sidecar.process.store_list import list_store
-
-    return list_store(*store_environment(), request_environment("HOLDFAST_LIST"), termination_log())
+    where, report = store_environment(), termination_log()
+    if verb is StoreVerb.PROBE:
+        return probe_store(*where, report)
+    commands = {
+        StoreVerb.DELETE: delete_in_store,
+        StoreVerb.DRILL: drill_store,
+        StoreVerb.LIST: list_store,
+        StoreVerb.USAGE: store_usage,
+    }
+    return commands[verb](*where, request_environment(verb), report)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code. 2 means a HoldfastError, whose text is on stderr."""
+    of_store = {verb.command: verb for verb in StoreVerb}
     parser = argparse.ArgumentParser(prog="holdfast-sidecar")
     parser.add_argument(
         "command",
         nargs="?",
         default="serve",
-        choices=(
-            "serve",
-            "healthz",
-            "pre-stop",
-            "probe-store",
-            "drill",
-            "delete",
-            "usage",
-            "list-store",
-        ),
+        choices=("serve", "healthz", "pre-stop", *of_store),
     )
     parser.add_argument(
         "--timeout",
@@ -124,18 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
                 return healthz(shared_dir(), timeout_seconds=options.timeout)
             case "pre-stop":
                 return pre_stop(node_dir(), timeout_seconds=options.timeout)
-            case "probe-store":
-                return _probe_store()
-            case "drill":
-                return _drill()
-            case "delete":
-                return _delete()
-            case "usage":
-                return _usage()
-            case "list-store":
-                return _list_store()
-            case _:
+            case "serve":
                 return _serve()
+            case command:
+                return _in_store(of_store[command])
     except HoldfastError as error:
         sys.stderr.write(f"holdfast-sidecar {options.command}: {error}\n")
         return 2

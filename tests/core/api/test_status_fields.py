@@ -27,8 +27,8 @@ LIMITS = {
 one field. A change that adds a field takes another one out, or raises the number and says who reads it. Those
 of a TrainingJob have their readers in contracts/test_status_readers.py. Of those of a Checkpoint, store and
 whenDeleted are read when its job is gone (decide/deletions.py), tiers is a column, and those of drills are
-read by the operator (loop/drills.py) and by `kubectl holdfast verify`. Of a CheckpointStore, 30 are usage and
-reached limits: people read them, metrics show them, and the passes over jobs use the limits."""
+read by the operator (decide/drills.py) and by `kubectl holdfast verify`. Of a CheckpointStore, 30 are usage
+and reached limits: people read them, metrics show them, and the passes over jobs use the limits."""
 
 
 def version(kind: Kind) -> dict[str, Any]:

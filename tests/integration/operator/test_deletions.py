@@ -15,10 +15,10 @@ from tests.support.operator.operator_bed import (
     training_job,
 )
 
-from holdfast_core.contract import DeleteContract
+from holdfast_core.contract import DeleteContract, StoreVerb
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.messages.schema import RestorePoint
-from holdfast_operator.model.ownership import StoreVerb, command_prefix
+from holdfast_operator.model.ownership import command_prefix
 
 pytestmark = pytest.mark.integration
 PREFIX = command_prefix(StoreVerb.DELETE)

@@ -112,7 +112,7 @@ def test_a_store_that_is_down_is_no_damage(bed: Bed) -> None:
     ("text", "message"),
     [
         ("", "HOLDFAST_DRILL is not valid"),
-        ('{"namespace": "a", "job_uid": 7}', "job_uid is 7, expected str"),
+        ('{"namespace": "a", "job_uid": 7}', "Expected `str`, got `int` - at `$.job_uid`"),
         ('{"namespace": "a", "job_uid": "b", "other": 1}', "HOLDFAST_DRILL is not valid"),
     ],
 )

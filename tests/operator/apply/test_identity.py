@@ -25,11 +25,10 @@ from holdfast_operator.apply.apply import JobEffects, Present
 from holdfast_operator.apply.command_runs import CommandRuns
 from holdfast_operator.apply.reports import Reports
 from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.decide.stores import probe_command
 from holdfast_operator.kube.api import ApiError, NameTakenError
 from holdfast_operator.kube.cluster import Cluster, Events
-from holdfast_operator.loop.drills import Drills
-from holdfast_operator.loop.stores import Stores, probe_command
-from holdfast_operator.loop.usages import Usages
+from holdfast_operator.loop.stores import Stores
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import DesiredObject
 from holdfast_operator.model.installation import SidecarSettings
@@ -475,9 +474,7 @@ async def test_a_foreign_pod_with_the_name_of_a_probe_is_reported_on_the_store()
     edge.api.put("pods", {"metadata": forged})
     events = Events(edge.cluster, edge.clock)
     commands = CommandRuns(edge.cluster, edge.cache, SidecarSettings("i"), edge.clock)
-    drills = Drills(edge.cluster, edge.cache, events, commands, Metrics(), edge.clock)
-    usages = Usages(edge.cluster, edge.cache, events, commands, Metrics(), edge.clock)
-    stores = Stores(edge.cluster, edge.cache, events, commands, drills, usages, edge.clock)
+    stores = Stores(edge.cluster, edge.cache, events, commands, Metrics(), edge.clock)
     await stores.reconcile(NAMESPACE, "main")
     (reported,) = edge.api.all("checkpointstores")[0]["status"]["conditions"]
     assert (reported["status"], reported["reason"]) == ("False", "ProbeRefused")

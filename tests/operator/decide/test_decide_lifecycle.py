@@ -108,7 +108,7 @@ def other(**changes: Any) -> Checkpoint:
             {"restore_from": "src", "store": "main"},
             {
                 "store": store(),
-                "foreign": ForeignSource("team-b", True, other(), (("minio:9000", "else", ""),)),
+                "foreign": ForeignSource("team-b", True, other(), ("minio:9000/else",)),
             },
             Reason.CHECKPOINT_NOT_RESTORABLE,
             False,

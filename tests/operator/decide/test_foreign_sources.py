@@ -131,7 +131,7 @@ def test_a_granted_checkpoint_that_is_not_there_is_named_with_its_namespace() ->
 
 def test_the_place_of_the_data_must_be_that_of_the_own_store() -> None:
     assert find_problem(world_of(seen(status(), GRANTED))) is None
-    elsewhere = replace(GRANTED, places=(("minio:9000", "of-research", "p"),))
+    elsewhere = replace(GRANTED, places=("minio:9000/of-research/p",))
     problem = find_problem(world_of(seen(status(), elsewhere)))
     assert problem is not None and problem.reason == Reason.CHECKPOINT_NOT_RESTORABLE
     assert "minio:9000/of-research/p" in problem.message

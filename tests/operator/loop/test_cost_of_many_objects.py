@@ -20,10 +20,8 @@ from holdfast_core.api import CheckpointAdoption, TrainingJob
 from holdfast_core.names import job_prefix
 from holdfast_operator.apply.command_runs import CommandRuns
 from holdfast_operator.base.metrics import Metrics
-from holdfast_operator.loop.drills import Drills
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.loop.stores import Stores
-from holdfast_operator.loop.usages import Usages
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory
 from holdfast_operator.model.ownership import Key, KeyKind, adoption_key, job_key
@@ -175,9 +173,7 @@ async def test_a_pass_over_a_store_costs_the_same_beside_any_number_of_gangs_tha
         nothing = cast(Any, Nothing())
         clock = ManualClock()
         commands = CommandRuns(nothing, cache, SidecarSettings("image:1"), clock)
-        drills = Drills(nothing, cache, nothing, commands, nothing, clock)
-        usages = Usages(nothing, cache, nothing, commands, Metrics(), clock)
-        stores = Stores(nothing, cache, nothing, commands, drills, usages, clock)
+        stores = Stores(nothing, cache, nothing, commands, Metrics(), clock)
         finished(stores.reconcile("team-a", "main"))
         costs.append(operations(lambda: finished(stores.reconcile("team-a", "main"))))  # noqa: B023
     assert costs[1] - costs[0] < NOISE

@@ -34,11 +34,9 @@ from holdfast_core.drill import BadPart, Damage, DrillReport
 from holdfast_core.ids import CheckpointId
 from holdfast_operator.apply.command_runs import CommandRuns
 from holdfast_operator.base.metrics import Metrics
-from holdfast_operator.kube.cluster import Cluster, Events
-from holdfast_operator.loop.drills import (
+from holdfast_operator.decide.drills import (
     NOTHING_STORED_SECONDS,
     RETRY,
-    Drills,
     drill_command,
     drill_result,
     drilled_status,
@@ -46,8 +44,8 @@ from holdfast_operator.loop.drills import (
     next_drill,
     next_drill_seconds,
 )
+from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.loop.stores import Stores
-from holdfast_operator.loop.usages import Usages
 from holdfast_operator.model.command_pods import (
     CommandFailed,
     CommandFailure,
@@ -210,7 +208,7 @@ def test_number_of_ranks(
         of = requested(of, **asked)
     due = StoreDrills(checkpoint=of.name, trigger="t" if asked is not None else "")
     command = drill_command(store(verify), due, of)
-    contract = DrillContract.from_json(command.variables["HOLDFAST_DRILL"])
+    contract = DrillContract.from_json(command.request)
     wanted = DrillContract("elsewhere", UID, 10, 0, manifest_digest(10, 0), ranks)
     assert contract == wanted
     assert command.limit_seconds == 900 + (32 if ranks is None else 96)
@@ -344,9 +342,7 @@ class Place:
         events = Events(cluster, self.clock)
         commands = CommandRuns(cluster, self.cache, SidecarSettings("i"), self.clock)
         self.metrics = Metrics()
-        self.drills = Drills(cluster, self.cache, events, commands, self.metrics, self.clock)
-        usages = Usages(cluster, self.cache, events, commands, self.metrics, self.clock)
-        self.stores = Stores(cluster, self.cache, events, commands, self.drills, usages, self.clock)
+        self.stores = Stores(cluster, self.cache, events, commands, self.metrics, self.clock)
 
     async def passes(self, number: int = 4) -> float | None:
         again = None
@@ -401,7 +397,7 @@ async def test_a_round_from_its_begin_to_its_result() -> None:
     assert place.pods() == []
     store = place.cache.stores.get(NAMESPACE, "main")
     assert store is not None
-    assert await place.drills.reconcile(store) == 24 * 3600
+    assert next_drill_seconds(store, place.clock.utc_now()) == 24 * 3600
     assert [(kind, reason) for kind, reason, _ in place.events()] == [("Checkpoint", "Intact")]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from holdfast_core.api import CheckpointStore, StoreFeatures, changed
-from holdfast_core.contract import ListContract, StoreConfig
+from holdfast_core.contract import ListContract, StoreConfig, StoreVerb
 from holdfast_core.names import LIST_ANNOTATION, LIST_COMPONENT
-from holdfast_operator.loop.stores import (
+from holdfast_operator.decide.stores import (
     ProbeResult,
     list_command,
     next_look_seconds,
@@ -29,7 +29,7 @@ from holdfast_operator.model.command_pods import (
 )
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import store_view
-from holdfast_operator.model.ownership import StoreVerb, store_key
+from holdfast_operator.model.ownership import store_key
 from holdfast_operator.watch.records import CommandPod, ForeignPod, read_pod
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -86,7 +86,6 @@ def pod(**changes: Any) -> CommandView:
     values: dict[str, Any] = {
         "name": "holdfast-probe-main-x",
         "uid": "p",
-        "verb": StoreVerb.PROBE,
         "phase": "Pending",
         "terminating": False,
         "waiting_reason": None,
@@ -102,7 +101,7 @@ def probe_name(record: CheckpointStore) -> str:
 
 
 def result(record: CheckpointStore, seen: CommandView, age: float) -> ProbeResult | None:
-    state = state_of(seen, probe_command(record), store_view(record), age)
+    state = state_of(seen, probe_command(record), record, age)
     return None if isinstance(state, CommandUnderway) else result_of(state)
 
 
@@ -163,7 +162,7 @@ def test_name_is_the_same_until_a_probe_has_ended() -> None:
 def test_pod_holds_the_keys_and_no_privilege() -> None:
     record = store(ca="ca")
     command = probe_command(record)
-    body = render_command(record, store_view(record), command, SidecarSettings("image:1"))
+    body = render_command(record, command, SidecarSettings("image:1"))
     spec = body["spec"]
     container = spec["containers"][0]
     assert container["image"] == "image:1"
@@ -185,15 +184,14 @@ def test_pod_holds_the_keys_and_no_privilege() -> None:
 def test_pod_is_read_as_a_command_of_its_store() -> None:
     record = store()
     command = probe_command(record)
-    body = render_command(record, store_view(record), command, SidecarSettings("image:1"))
+    body = render_command(record, command, SidecarSettings("image:1"))
     body["metadata"]["uid"] = "p"
     read = read_pod(body)
     assert isinstance(read, CommandPod)
-    assert (read.owner_uid, read.key) == ("u", store_key("team", "main"))
-    assert (read.view.name, read.view.verb) == (probe_name(record), StoreVerb.PROBE)
-    for notes in ({}, {"holdfast.dev/reports-to": "node/main"}):
-        body["metadata"]["annotations"] = notes
-        assert isinstance(read_pod(body), ForeignPod), "no pass could read its result"
+    assert (read.store.uid, read.key) == ("u", store_key("team", "main"))
+    assert (read.view.name, read.verb) == (probe_name(record), StoreVerb.PROBE)
+    body["metadata"]["ownerReferences"][0]["kind"] = "TrainingJob"
+    assert isinstance(read_pod(body), ForeignPod), "no pass reads its result"
 
 
 ANSWER = json.dumps(
@@ -276,7 +274,7 @@ def test_a_list_runs_once_for_each_request() -> None:
     first, second = (list_command(asks(ListContract("team", None, r).to_json())) for r in "ab")
     assert first is not None and second is not None
     assert first.pod_name(asks("x")) != second.pod_name(asks("x"))
-    body = render_command(asks("x"), store_view(asks("x")), first, SidecarSettings("image:1"))
+    body = render_command(asks("x"), first, SidecarSettings("image:1"))
     assert body["metadata"]["labels"]["app.kubernetes.io/component"] == LIST_COMPONENT
     (container,) = body["spec"]["containers"]
     assert container["command"] == ["holdfast-sidecar", "list-store"]

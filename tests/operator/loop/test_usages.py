@@ -18,7 +18,7 @@ from holdfast_core.api import (
 from holdfast_core.contract import UsageContract
 from holdfast_core.ids import JobUid
 from holdfast_operator.base.metrics import Metrics
-from holdfast_operator.loop.usages import (
+from holdfast_operator.decide.usages import (
     MAX_NAMED_JOBS,
     listing_command,
     location,
@@ -67,8 +67,15 @@ def judged(
 ) -> CheckpointStoreStatus:
     """Return the status of a store with this quota after this listing, with pins of these sizes."""
     record = store(quota)
-    status = record.status if report is None else after(record, report)
-    return with_quota(record, status, [pin(size) for size in pinned], NOW)
+    if report is not None:
+        record = changed(record, status=after(record, report))
+    return with_quota(record, [pin(size) for size in pinned], NOW)
+
+
+def limited(record: CheckpointStore) -> CheckpointStore:
+    """Return the store after a listing, with what its quota means then."""
+    listed = changed(record, status=after(record, REPORT))
+    return changed(listed, status=with_quota(listed, (), NOW))
 
 
 def pin(size: int) -> Checkpoint:
@@ -145,12 +152,12 @@ def test_the_time_of_the_next_listing() -> None:
 
 def test_another_place_is_listed_soon_and_the_old_numbers_hold_nothing() -> None:
     record = store({"bytes": "1Gi"})
-    known = changed(record, status=with_quota(record, after(record, REPORT), (), NOW))
+    known = limited(record)
     assert known.status.reached_quotas
     s3 = changed(record.spec.s3, prefix="elsewhere")
     moved = changed(known, spec=changed(record.spec, s3=s3))
     assert location(moved) != location(record)
-    assert with_quota(moved, moved.status, (), NOW).reached_quotas == ()
+    assert with_quota(moved, (), NOW).reached_quotas == ()
     assert seconds_to_listing(moved, NOW + timedelta(seconds=61)) == 0
 
 
@@ -240,7 +247,7 @@ def test_pins_within_the_quota_are_no_pressure() -> None:
 
 def test_a_quota_that_is_raised_or_removed_lets_uploads_go_on_at_once() -> None:
     record = store({"bytes": "1Gi"})
-    known = changed(record, status=with_quota(record, after(record, REPORT), (), NOW))
+    known = limited(record)
     assert not quota_is_new(known)
     assert known.status.reached_quotas
     for quota in ({"bytes": "100Gi"}, None):
@@ -249,7 +256,7 @@ def test_a_quota_that_is_raised_or_removed_lets_uploads_go_on_at_once() -> None:
             raised, metadata=changed(raised.metadata, generation=2), status=known.status
         )
         assert quota_is_new(raised)
-        status = with_quota(raised, raised.status, (), NOW)
+        status = with_quota(raised, (), NOW)
         assert status.reached_quotas == ()
         assert pressure(status)[0] == "False"
 
@@ -257,8 +264,8 @@ def test_a_quota_that_is_raised_or_removed_lets_uploads_go_on_at_once() -> None:
 def test_a_store_without_a_quota_gets_no_condition() -> None:
     record = store()
     assert not quota_is_new(record)
-    assert with_quota(record, record.status, (), NOW).condition("QuotaPressure") is None
-    assert uses(record, after(record, REPORT).usage) == []
+    assert with_quota(record, (), NOW).condition("QuotaPressure") is None
+    assert uses(changed(record, status=after(record, REPORT))) == []
 
 
 def test_metrics_follow_the_listing_and_forget_what_is_gone() -> None:

@@ -19,11 +19,11 @@ from tests.support.operator.played_sidecar import PlayedSidecar
 from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 from tests.support.servers.ports import free_address
 
-from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER, TRAINER_CONTAINER
+from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER, TRAINER_CONTAINER, StoreVerb
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.model import labels
-from holdfast_operator.model.ownership import PROBE_PREFIX, StoreVerb, command_prefix
+from holdfast_operator.model.ownership import PROBE_PREFIX, command_prefix
 from holdfast_operator.sidecars.certificates import KeyPair
 
 T = TypeVar("T")

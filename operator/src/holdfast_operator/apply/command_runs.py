@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from holdfast_core.api import CheckpointStore
 from holdfast_core.clock import Clock
+from holdfast_core.contract import StoreVerb
 from holdfast_operator.kube.api import NameTakenError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model import labels
 from holdfast_operator.model.command_pods import (
     CommandFailed,
     CommandFailure,
-    CommandOwner,
     CommandState,
     CommandUnderway,
     CommandView,
@@ -18,8 +19,6 @@ from holdfast_operator.model.command_pods import (
     state_of,
 )
 from holdfast_operator.model.installation import SidecarSettings
-from holdfast_operator.model.job import StoreView
-from holdfast_operator.model.ownership import StoreVerb
 from holdfast_operator.watch.cache import ClusterCache
 
 LOOK_AGAIN_SECONDS = 2.0
@@ -42,34 +41,34 @@ class CommandRuns:
         self._first_seen: dict[str, float] = {}
         """Monotonic seconds at which this process first saw a pod, by uid."""
 
-    async def look(
-        self, owner: CommandOwner, command: StoreCommand, store: StoreView
+    async def run(
+        self, store: CheckpointStore, command: StoreCommand, *, due: bool = True
     ) -> CommandState | None:
-        """Return the state of the command's pod, or None if there is none.
+        """Return the state of the command's pod, which is created if there is none and the command is due.
 
-        The owner's other pods of this verb are removed: their results were written, or nobody wants them.
-        A pod that cannot be parsed counts as under way, because it may be this one.
+        None: there is no pod. A pod that is refused has failed. The store's other pods of this verb are
+        removed: their results were written, or nobody wants them. A pod that cannot be parsed counts as under
+        way, because it may be this one.
         """
-        name, found = command.pod_name(owner), None
-        for pod in self._cache.pods.commands(owner.namespace, owner.uid, command.verb):
+        name, found = command.pod_name(store), None
+        for pod in self._cache.pods.commands(store, command.verb):
             if pod.name == name:
                 found = pod
             else:
-                await self._remove(owner, pod)
-        if self._cache.pods.unreadable(owner.namespace, owner.uid):
+                await self._remove(store, pod)
+        if self._cache.pods.unreadable(store.namespace, store.uid):
             return CommandUnderway()
         if found is None:
-            return None
+            return await self._start(store, command) if due else None
         now = self._clock.monotonic()
         age = now - self._first_seen.setdefault(found.uid, now)
         return state_of(found, command, store, age)
 
-    async def start(
-        self, owner: CommandOwner, command: StoreCommand, store: StoreView
+    async def _start(
+        self, store: CheckpointStore, command: StoreCommand
     ) -> CommandUnderway | CommandFailed:
-        """Create the command's pod. A pod that is refused has failed."""
-        body = render_command(owner, store, command, self._sidecar)
-        refusal = await self._cluster.refusal_of_pod(owner.namespace, body)
+        body = render_command(store, command, self._sidecar)
+        refusal = await self._cluster.refusal_of_pod(store.namespace, body)
         if refusal is not None:
             text = f"the {command.verb}'s pod cannot be created in the namespace: {refusal}"
             return CommandFailed(CommandFailure.REFUSED, text)
@@ -79,12 +78,12 @@ class CommandRuns:
             return CommandFailed(CommandFailure.REFUSED, str(error))
         return CommandUnderway()
 
-    async def end(self, owner: CommandOwner, verb: StoreVerb) -> None:
-        """Remove the owner's pods of this verb. Call it after the result was written."""
-        for pod in self._cache.pods.commands(owner.namespace, owner.uid, verb):
-            await self._remove(owner, pod)
+    async def end(self, store: CheckpointStore, verb: StoreVerb) -> None:
+        """Remove the store's pods of this verb. Call it after the result was written."""
+        for pod in self._cache.pods.commands(store, verb):
+            await self._remove(store, pod)
 
-    async def _remove(self, owner: CommandOwner, pod: CommandView) -> None:
+    async def _remove(self, store: CheckpointStore, pod: CommandView) -> None:
         self._first_seen.pop(pod.uid, None)
         if not pod.terminating:
-            await self._cluster.delete(labels.POD, owner.namespace, pod.name, pod.uid)
+            await self._cluster.delete(labels.POD, store.namespace, pod.name, pod.uid)

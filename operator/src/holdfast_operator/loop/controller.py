@@ -44,10 +44,8 @@ from holdfast_operator.kube.api import ConflictError, KubeApi
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.kube.leadership import LeaseThread
 from holdfast_operator.loop.deletions import Deletions, write_phase
-from holdfast_operator.loop.drills import Drills
 from holdfast_operator.loop.observe import Observer, Owners, SilenceChecks, TemplateChecks
 from holdfast_operator.loop.stores import Stores
-from holdfast_operator.loop.usages import Usages
 from holdfast_operator.loop.workqueue import WorkQueue
 from holdfast_operator.model.actions import Decision, Delete, described
 from holdfast_operator.model.installation import SidecarSettings
@@ -161,11 +159,7 @@ class Controller:
             self.enqueue,
         )
         self._commands = CommandRuns(self._cluster, self._cache, self._sidecar, clock)
-        drills = Drills(self._cluster, self._cache, events, self._commands, metrics, clock)
-        usages = Usages(self._cluster, self._cache, events, self._commands, metrics, clock)
-        self._stores = Stores(
-            self._cluster, self._cache, events, self._commands, drills, usages, clock
-        )
+        self._stores = Stores(self._cluster, self._cache, events, self._commands, metrics, clock)
         self._deletions = Deletions(
             self._cluster,
             self._cache,

@@ -18,6 +18,7 @@ from holdfast_core.api import (
     CheckpointStore,
 )
 from holdfast_core.clock import Clock
+from holdfast_core.contract import StoreVerb
 from holdfast_core.names import first_of, job_prefix
 from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
 from holdfast_operator.decide.checkpoints import WRITES_PER_PASS, with_phase
@@ -40,8 +41,7 @@ from holdfast_operator.model.command_pods import (
     CommandUnderway,
     StoreCommand,
 )
-from holdfast_operator.model.job import Now, store_view
-from holdfast_operator.model.ownership import StoreVerb, store_key
+from holdfast_operator.model.job import Now
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.watch.cache import ClusterCache
 
@@ -181,11 +181,8 @@ class Deletions:
         """Start the pod, or look at it, and carry out what its end means."""
         wanted = progress.running
         assert wanted is not None
-        command, view = _command(store, wanted, progress.runs), store_view(store)
-        state = await self._commands.look(store, command, view)
-        if state is None:
-            state = await self._commands.start(store, command, view)
-        if isinstance(state, CommandUnderway):
+        state = await self._commands.run(store, _command(wanted, progress.runs))
+        if state is None or isinstance(state, CommandUnderway):
             return LOOK_AGAIN_SECONDS
         why = _failure(state)
         if why is None:
@@ -301,16 +298,9 @@ async def write_phase(
     await cluster.write_status(checkpoint, status)
 
 
-def _command(store: CheckpointStore, wanted: Deletion, run: int) -> StoreCommand:
+def _command(wanted: Deletion, run: int) -> StoreCommand:
     contract = wanted.contract.to_json()
-    return StoreCommand(
-        verb=StoreVerb.DELETE,
-        arguments=("delete",),
-        seed=f"{run} {contract}",
-        key=store_key(store.namespace, store.name),
-        variables={"HOLDFAST_DELETE": contract},
-        limit_seconds=LIMIT_SECONDS,
-    )
+    return StoreCommand(StoreVerb.DELETE, f"{run} {contract}", contract, LIMIT_SECONDS)
 
 
 def _failure(state: CommandState) -> str | None:

@@ -1,190 +1,81 @@
-"""Keep each CheckpointStore's condition up to date by probes, and list a store for a person who asks.
+"""One pass over a CheckpointStore: probe, drill and list it, and write its status at most once.
 
-Drills run while no probe does.
-
-The operator holds no store keys, so a short-lived pod probes (model/command_pods.py). The rules are pure
-functions: when a probe is due, its command, and the meaning of its result. `Stores` gathers their inputs and
-carries their results out.
+Short-lived pods with the keys of the store do the work (model/command_pods.py). A pass gathers what they have
+reported, folds it into the status by the rules of `decide`, writes the status, and only then removes the pods
+whose results it has: a pass that fails half way is repeated with the same results. Drills and listings wait
+while a probe runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
 
 from holdfast_core import logs
-from holdfast_core.api import (
-    CheckpointStore,
-    CheckpointStoreStatus,
-    StoreCondition,
-    StoreFeatures,
-    changed,
-)
+from holdfast_core.api import Checkpoint, CheckpointStore, Gang, changed
 from holdfast_core.clock import Clock
-from holdfast_core.names import LIST_ANNOTATION
+from holdfast_core.contract import DrillExit, StoreVerb, UsageContract
+from holdfast_core.store_retention import is_stored
 from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
+from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.decide import drills, stores, usages
 from holdfast_operator.kube.cluster import Cluster, Events
-from holdfast_operator.loop.drills import Drills
-from holdfast_operator.loop.usages import Usages
 from holdfast_operator.model.command_pods import (
     CommandFailed,
     CommandFailure,
     CommandReport,
+    CommandState,
     CommandUnderway,
-    StoreCommand,
 )
 from holdfast_operator.model.job import store_view
-from holdfast_operator.model.ownership import StoreVerb, store_key
 from holdfast_operator.watch.cache import ClusterCache
 
-AGAIN_SOONEST = timedelta(seconds=2)
-AGAIN_LATEST = timedelta(minutes=2)
-"""Shortest and longest time between two probes of an unavailable store. Between these limits the wait
-equals the time for which the store had been unavailable at the last probe, so each wait is about twice the
-one before. The first probes come soon because a Secret or the namespace's service account is often created
-just after the store; later ones are rare so that a long outage costs few pods."""
 
-PROBE_FAILED = "ProbeFailed"
-LIST_FAILED = "ListFailed"
+@dataclass(slots=True)
+class _Pass:
+    """What one pass over a store knows so far."""
+
+    store: CheckpointStore
+    """The store with the status that the pass writes at its end."""
+    now: datetime
+    ended: list[StoreVerb] = field(default_factory=list)
+    """Verbs whose pods have ended, and whose results are in the status."""
+    waits: list[float] = field(default_factory=list)
+    """Seconds after which another pass is due."""
+    drilled: tuple[Checkpoint, drills.DrillResult] | None = None
+
+    def set(self, **changes: Any) -> None:
+        """Change these fields of the status."""
+        self.store = changed(self.store, status=changed(self.store.status, **changes))
+
+    def wait(self, seconds: float | None) -> None:
+        """Let the next pass follow after this time; None: an event causes it."""
+        self.waits.extend(() if seconds is None else (seconds,))
+
+    def result(
+        self, verb: StoreVerb, state: CommandState | None
+    ) -> CommandReport | CommandFailed | None:
+        """Return the result of a pod that has ended. While there is a pod, another pass follows soon."""
+        if state is None:
+            return None
+        self.wait(LOOK_AGAIN_SECONDS)
+        if isinstance(state, CommandUnderway):
+            return None
+        self.ended.append(verb)
+        return state
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeResult:
-    available: bool
-    reason: str
-    message: str
-    features: dict[str, bool] | None
-
-
-def probe_due(store: CheckpointStore, newest_job_start: datetime | None, now: datetime) -> bool:
-    """Return whether the store must be probed now.
-
-    A probe is due after creation or a change of the spec, when a new job uses the store, and from time to
-    time (AGAIN_SOONEST, AGAIN_LATEST) while the store is not available.
-
-    Args:
-        newest_job_start: Creation of the newest job that uses the store and has no round yet.
-    """
-    last_probe = store.status.last_probe
-    if last_probe is None or store.status.observed_generation != store.generation:
-        return True
-    if newest_job_start is not None and newest_job_start > last_probe:
-        return True
-    return store.available is not True and now - last_probe >= _again(store)
-
-
-def next_look_seconds(store: CheckpointStore, now: datetime) -> float | None:
-    """Return the seconds until the next probe is due, or None if only an event can make one due."""
-    last_probe = store.status.last_probe
-    if last_probe is None or store.available is True:
-        return None
-    return max(1.0, (last_probe + _again(store) - now).total_seconds())
-
-
-def _again(store: CheckpointStore) -> timedelta:
-    known, last_probe = store.status.condition(StoreCondition.AVAILABLE), store.status.last_probe
-    if last_probe is None or known is None:
-        return AGAIN_SOONEST
-    return min(max(last_probe - known.last_transition_time, AGAIN_SOONEST), AGAIN_LATEST)
-
-
-def probe_command(store: CheckpointStore) -> StoreCommand:
-    """Return the command of the next probe, or of the one that is under way."""
-    return StoreCommand(
-        verb=StoreVerb.PROBE,
-        arguments=("probe-store",),
-        seed=f"{store.generation} {store.status.last_probe}",
-        key=store_key(store.namespace, store.name),
-    )
-
-
-LIST_SECONDS = 3600
-"""Deadline of a list: it reads every manifest, and those of a large gang have a megabyte each."""
-MAX_REQUEST_CHARACTERS = 1024
-
-
-def list_command(store: CheckpointStore) -> StoreCommand | None:
-    """Return the command of the list that a person asks for by an annotation, or None."""
-    request = (store.metadata.annotations or {}).get(LIST_ANNOTATION, "")
-    if not request or len(request) > MAX_REQUEST_CHARACTERS:
-        return None
-    return StoreCommand(
-        verb=StoreVerb.LIST,
-        arguments=("list-store",),
-        seed=request,
-        key=store_key(store.namespace, store.name),
-        variables={"HOLDFAST_LIST": request},
-        limit_seconds=LIST_SECONDS,
-    )
-
-
-_REASONS = {
-    CommandFailure.SECRET_NOT_FOUND: "SecretNotFound",
-    CommandFailure.REFUSED: "ProbeRefused",
-    CommandFailure.FAILED: PROBE_FAILED,
-}
-
-
-def result_of(state: CommandReport | CommandFailed) -> ProbeResult:
-    """Return the result that the end of the probe's pod means. A report of another form is a failed probe."""
-    if isinstance(state, CommandFailed):
-        return ProbeResult(False, _REASONS[state.failure], state.message, None)
-    available, features = state.data.get("available"), state.data.get("features")
-    if not isinstance(available, bool):
-        text = "the probe's pod failed: its report has no `available` that is true or false"
-        return ProbeResult(False, PROBE_FAILED, text, None)
-    known = ("conditionalPut", "checksum", "multipart", "rangeGet")
-    return ProbeResult(
-        available=available,
-        reason=(state.text("reason") or ("Probed" if available else PROBE_FAILED))[:128],
-        message=state.text("message")[:2000],
-        features=None
-        if not isinstance(features, dict)
-        else {k: v for k in known if isinstance(v := features.get(k), bool)},
-    )
-
-
-def store_status(
-    store: CheckpointStore, result: ProbeResult, now: datetime
-) -> CheckpointStoreStatus:
-    """Return the status for this result. Features on which the probe did not report stay as they are."""
-    known = store.status.features or StoreFeatures()
-    status = store.status.with_condition(
-        StoreCondition.AVAILABLE,
-        result.available,
-        result.reason,
-        result.message,
-        now,
-        store.generation,
-    )
-    return changed(
-        status,
-        features=StoreFeatures.from_dict({**known.to_dict(), **(result.features or {})}),
-        last_probe=now,
-        observed_generation=store.generation,
-    )
-
-
 class Stores:
     """Reconciler of CheckpointStores."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        cache: ClusterCache,
-        events: Events,
-        commands: CommandRuns,
-        drills: Drills,
-        usages: Usages,
-        clock: Clock,
-    ) -> None:
-        self._cluster = cluster
-        self._cache = cache
-        self._events = events
-        self._commands = commands
-        self._drills = drills
-        self._usages = usages
-        self._clock = clock
+    cluster: Cluster
+    cache: ClusterCache
+    events: Events
+    commands: CommandRuns
+    metrics: Metrics
+    clock: Clock
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Run one pass over the store.
@@ -194,49 +85,149 @@ class Stores:
 
         Raises:
             ApiError: A request failed.
-            ConflictError: The store changed since it was read.
+            ConflictError: The store, or a Checkpoint that was drilled, changed since it was read.
         """
-        store = self._cache.stores.get(namespace, name)
-        if store is None:
+        read = self.cache.stores.get(namespace, name)
+        if read is None:
             # A deleted store's pods are garbage-collected; those of an unreadable store stay.
             return None
-        await self._list(store)
-        if store.deleting:
+        if read.deleting:
             for verb in StoreVerb:
-                await self._commands.end(store, verb)
+                await self.commands.end(read, verb)
             return None
-        command, view = probe_command(store), store_view(store)
-        state = await self._commands.look(store, command, view)
-        if state is None:
-            now = self._clock.utc_now()
-            if not probe_due(store, self._cache.jobs.newest_start(namespace, name), now):
-                drill_seconds = await self._drills.reconcile(store)
-                usage_seconds = await self._usages.reconcile(store)
-                waits = (next_look_seconds(store, now), drill_seconds, usage_seconds)
-                return min((seconds for seconds in waits if seconds is not None), default=None)
-            state = await self._commands.start(store, command, view)
-        if not isinstance(state, CommandUnderway):
-            await self._write(store, result_of(state))
-            await self._commands.end(store, StoreVerb.PROBE)
-        return LOOK_AGAIN_SECONDS
+        present = _Pass(read, self.clock.utc_now())
+        await self._list(read)
+        await self._probe(present)
+        if not present.waits:
+            await self._drill(present)
+            await self._measure(present)
+            present.wait(stores.next_look_seconds(present.store, present.now))
+        if present.store.status != read.status:
+            await self.cluster.write_status(read, present.store.status)
+        await self._report(read, present)
+        for verb in present.ended:
+            await self.commands.end(read, verb)
+        return min(present.waits, default=None)
 
     async def _list(self, store: CheckpointStore) -> None:
         """Start the pod of the list that a person asks for. Its log is the result, so the pod stays."""
-        command, view = list_command(store), store_view(store)
-        if command is None or store.deleting:
-            await self._commands.end(store, StoreVerb.LIST)
-        elif await self._commands.look(store, command, view) is None:
-            state = await self._commands.start(store, command, view)
-            if isinstance(state, CommandFailed):
-                await self._events.emit(store, "Warning", LIST_FAILED, state.message)
-
-    async def _write(self, store: CheckpointStore, result: ProbeResult) -> None:
-        status = store_status(store, result, self._clock.utc_now())
-        await self._cluster.write_status(store, status)
-        if store.available is result.available:
+        command = stores.list_command(store)
+        if command is None:
+            await self.commands.end(store, StoreVerb.LIST)
             return
-        logs.info(
-            f"store {result.reason}: {result.message}", namespace=store.namespace, store=store.name
-        )
-        kind = "Normal" if result.available else "Warning"
-        await self._events.emit(store, kind, result.reason, result.message)
+        state = await self.commands.run(store, command)
+        if isinstance(state, CommandFailed) and state.failure is CommandFailure.REFUSED:
+            await self.events.emit(store, "Warning", stores.LIST_FAILED, state.message)
+
+    async def _probe(self, present: _Pass) -> None:
+        store = present.store
+        newest = self.cache.jobs.newest_start(store.namespace, store.name)
+        due = stores.probe_due(store, newest, present.now)
+        state = await self.commands.run(store, stores.probe_command(store), due=due)
+        result = present.result(StoreVerb.PROBE, state)
+        if result is not None:
+            status = stores.store_status(store, stores.result_of(result), present.now)
+            present.store = changed(store, status=status)
+
+    async def _drill(self, present: _Pass) -> None:
+        """Begin, follow or end a drill. The status of its Checkpoint is written before that of the store."""
+        store, now, known = present.store, present.now, present.store.status.drills
+        if known is None or not known.checkpoint:
+            place, checkpoints = (store.namespace, store.name), self.cache.checkpoints
+            requested, stored = (
+                checkpoints.of("drill", *place),
+                checkpoints.members("store", *place),
+            )
+            begun = drills.next_drill(store, requested, stored, now)
+            if begun is not None:
+                present.set(drills=begun)
+            soon = None if begun is None else LOOK_AGAIN_SECONDS
+            present.wait(soon or drills.next_drill_seconds(store, now))
+            return
+        checkpoint = self.cache.checkpoints.get(store.namespace, known.checkpoint)
+        if checkpoint is None or not drills.is_wanted(checkpoint, known):
+            present.set(drills=drills.ended(store, None, now))
+            present.ended.append(StoreVerb.DRILL)
+            present.wait(LOOK_AGAIN_SECONDS)
+            return
+        command = drills.drill_command(store, known, checkpoint)
+        state = await self.commands.run(store, command, due=store.available is not False)
+        report = present.result(StoreVerb.DRILL, state or drills.unavailable(store))
+        if report is None:
+            return
+        result, ranks = drills.drill_result(report), drills.ranks_of(store, known, checkpoint)
+        status = drills.drilled_status(checkpoint, result, known, ranks, now)
+        await self.cluster.write_status(checkpoint, status)
+        present.set(drills=drills.ended(store, result.verified is not None, now))
+        present.drilled = checkpoint, result
+
+    async def _measure(self, present: _Pass) -> None:
+        """List the store for its usage, and compare it with the quota."""
+        store, now = present.store, present.now
+        due = bool(store_view(store).available) and not usages.seconds_to_listing(store, now)
+        command = usages.listing_command(store, self._request(store) if due else UsageContract())
+        state = await self.commands.run(store, command, due=due)
+        result = present.result(StoreVerb.USAGE, state)
+        if result is not None:
+            names = {job.uid: job.name for job in self.cache.jobs.all()}
+            store = changed(store, status=usages.with_listing(store, result, names, now))
+        if result is not None or usages.quota_is_new(store):
+            store = changed(store, status=usages.with_quota(store, self._pinned(store), now))
+        present.store = store
+        present.wait(max(LOOK_AGAIN_SECONDS, usages.seconds_to_listing(store, now)))
+
+    def _request(self, wanted: CheckpointStore) -> UsageContract:
+        """Return what a listing may delete. Several CheckpointStores may be at one location."""
+        jobs = [
+            job
+            for store in self.cache.stores.all()
+            if usages.location(store) == usages.location(wanted)
+            for job in self.cache.jobs.of(store.KIND, store.namespace, store.name)
+        ]
+        ended = {job.uid for job in jobs if self._has_ended(job)}
+        return usages.request_of(wanted, {job.uid for job in jobs} - ended, ended)
+
+    def _has_ended(self, job: Gang) -> bool:
+        """Return whether a job is over and has no pod that could still upload."""
+        is_over = job.status.completion_time is not None
+        return is_over and not self.cache.pods.workers(job.namespace, job.uid)
+
+    def _pinned(self, store: CheckpointStore) -> list[Checkpoint]:
+        """Return the pinned checkpoints of the store's jobs, whose data it has."""
+        jobs = {j.name for j in self.cache.jobs.of(store.KIND, store.namespace, store.name)}
+        return [
+            checkpoint
+            for name in sorted(jobs)
+            for checkpoint in self.cache.checkpoints.of(store.namespace, name)
+            if checkpoint.spec.pin and is_stored(checkpoint)
+        ]
+
+    async def _report(self, read: CheckpointStore, present: _Pass) -> None:
+        """Set the metrics of the store, and emit the Events about what the pass has found."""
+        store, status = present.store, present.store.status
+        ratio = usages.quota_ratio(store)
+        self.metrics.store_listed(store.namespace, store.name, status.usage, ratio)
+        for event in stores.store_events(read.status, status):
+            text = f"store {event.reason}: {event.message}"
+            logs.info(text, namespace=store.namespace, store=store.name)
+            await self.events.emit(read, event.kind, event.reason, event.message)
+        if present.drilled is not None:
+            await self._report_drill(store, *present.drilled)
+
+    async def _report_drill(
+        self, store: CheckpointStore, checkpoint: Checkpoint, result: drills.DrillResult
+    ) -> None:
+        """Emit Events on the Checkpoint, and on its job if it is damaged."""
+        self.metrics.drilled(store.namespace, store.name, result.exit, result.bytes, result.seconds)
+        namespace, uid = checkpoint.namespace, checkpoint.status.job_uid
+        jobs = self.cache.jobs.of_name(namespace, checkpoint.job)
+        job = next((j for j in jobs if j.uid == uid), None)
+        of_name = self.cache.checkpoints.of(namespace, checkpoint.job)
+        own = [c for c in of_name if c.status.job_uid == uid]
+        event = drills.drill_event(checkpoint, result, job, own)
+        text = f"drill {event.reason}: {event.message}"
+        logs.info(text, namespace=namespace, checkpoint=checkpoint.name)
+        await self.events.emit(checkpoint, event.kind, event.reason, event.message)
+        if result.exit is DrillExit.DAMAGED and job is not None:
+            text = f"Checkpoint {checkpoint.name}: {event.message}"
+            await self.events.emit(job, event.kind, event.reason, text)

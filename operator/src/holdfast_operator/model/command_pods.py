@@ -6,16 +6,15 @@ termination message, of which Kubernetes keeps 4 KiB.
 
 A new kind of command takes three steps:
 
-1. A command of `holdfast-sidecar` that ends with `store_command.write_report`, as `process/store_drill.py`
-   does. A failure is a report too: `{"error": ..., "message": ...}`.
-2. A `StoreVerb`, and a function that returns the `StoreCommand` of an owner. The owner is the object that
-   is meant: a CheckpointStore, a TrainingJob or a CheckpointAdoption. Kubernetes deletes the pod with it. A
-   Checkpoint can be one too, once operator-policy.yaml of the chart lists its kind. `StoreCommand.key` is the
-   pass that starts the pod and reads its result. It is queued at each change of the pod.
-3. In that pass, `CommandRuns` (apply/command_runs.py): `look`, `start` while there is no pod, and `end` once
-   the result is written.
+1. A `StoreVerb` and its `StoreRequest` (core/contract.py), and a command of `holdfast-sidecar` that ends with
+   `store_command.report_on`, as `process/store_drill.py` does. A failure is a report too:
+   `{"error": ..., "message": ...}`.
+2. Pure rules: when the command is due, its `StoreCommand`, and what its report means.
+3. In the pass over the store (loop/stores.py), `CommandRuns.run` starts the pod and returns its state, and
+   `CommandRuns.end` removes the pod once the result is written.
 
-An owner has at most one pod of a verb at a time. The name of the pod comes from `StoreCommand.seed`. The seed
+A CheckpointStore owns its pods, so Kubernetes deletes them with it, and its pass is queued at each change of
+one. It has at most one pod of a verb at a time. The name of the pod comes from `StoreCommand.seed`. The seed
 must stay the same until the run has ended, and must change with the result that is written. Two operators
 then create the same pod, and a pod whose result was written is not read again.
 """
@@ -25,16 +24,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from holdfast_core.api import Checkpoint, CheckpointStore, Gang
-from holdfast_core.contract import STORE_DIR
+from holdfast_core.api import CheckpointStore
+from holdfast_core.contract import STORE_DIR, StoreVerb
 from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
-from holdfast_operator.model.job import StoreView
-from holdfast_operator.model.ownership import Key, StoreVerb, command_prefix
+from holdfast_operator.model.job import store_view
+from holdfast_operator.model.ownership import command_prefix
 from holdfast_operator.model.render import HOLDFAST_GROUP, owner_reference, store_sources
 
 STUCK_SECONDS = 20.0
@@ -44,30 +43,22 @@ _LATE_SECONDS = 30.0
 """Time after its deadline from which a pod that has not ended counts as failed: its node may be lost."""
 _STUCK_REASONS = frozenset({"CreateContainerConfigError", "FailedMount", "ContainerCreating"})
 
-CommandOwner = Gang | Checkpoint | CheckpointStore
-
 
 @dataclass(frozen=True, slots=True)
 class StoreCommand:
     """A command that a pod runs once."""
 
     verb: StoreVerb
-    arguments: tuple[str, ...]
-    """Arguments of the program `holdfast-sidecar`."""
     seed: str
-    """What tells this run from the others of the owner's verb."""
-    key: Key
-    """The pass that reads the result, in the namespace of the store."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment beside HOLDFAST_STORE and HOLDFAST_STORE_DIR."""
-    memory: str = "256Mi"
-    """Limit of the container's memory."""
+    """What tells this run from the others of the store's verb."""
+    request: str = ""
+    """The request in the verb's variable."""
     limit_seconds: int = 120
     """activeDeadlineSeconds of the pod, for image pull and command together."""
 
-    def pod_name(self, owner: CommandOwner) -> str:
-        digest = hashlib.blake2b(f"{owner.uid} {self.seed}".encode(), digest_size=5).hexdigest()
-        return f"{command_prefix(self.verb)}{owner.name[:40].rstrip('-.')}-{digest}"
+    def pod_name(self, store: CheckpointStore) -> str:
+        digest = hashlib.blake2b(f"{store.uid} {self.seed}".encode(), digest_size=5).hexdigest()
+        return f"{command_prefix(self.verb)}{store.name[:40].rstrip('-.')}-{digest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +67,6 @@ class CommandView:
 
     name: str
     uid: str
-    verb: StoreVerb
     phase: str
     terminating: bool
     waiting_reason: str | None
@@ -132,28 +122,26 @@ CommandState = CommandUnderway | CommandReport | CommandFailed
 
 
 def render_command(
-    owner: CommandOwner, store: StoreView, command: StoreCommand, sidecar: SidecarSettings
+    store: CheckpointStore, command: StoreCommand, sidecar: SidecarSettings
 ) -> dict[str, Any]:
     """Return the pod, which complies with the Pod Security profile `restricted`."""
     user = {"runAsNonRoot": True, "runAsUser": HOLDFAST_GROUP, "runAsGroup": HOLDFAST_GROUP}
-    environment = {
-        "HOLDFAST_STORE": store.config.to_json(),
-        "HOLDFAST_STORE_DIR": STORE_DIR,
-        **command.variables,
-    }
+    view = store_view(store)
+    environment = {"HOLDFAST_STORE": view.config.to_json(), "HOLDFAST_STORE_DIR": STORE_DIR}
+    if command.request:
+        environment[command.verb.variable] = command.request
     return {
         "apiVersion": "v1",
         "kind": labels.POD,
         "metadata": {
-            "name": command.pod_name(owner),
-            "namespace": owner.namespace,
+            "name": command.pod_name(store),
+            "namespace": store.namespace,
             "labels": {
                 labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
                 labels.COMPONENT: f"store-{command.verb}",
                 labels.STORE_NAME: store.name,
             },
-            "annotations": {labels.REPORTS_TO: command.key.reference},
-            "ownerReferences": [owner_reference(owner)],
+            "ownerReferences": [owner_reference(store)],
         },
         "spec": {
             "restartPolicy": "Never",
@@ -172,11 +160,11 @@ def render_command(
                     "name": str(command.verb),
                     "image": sidecar.image,
                     "imagePullPolicy": sidecar.pull_policy,
-                    "command": ["holdfast-sidecar", *command.arguments],
+                    "command": ["holdfast-sidecar", command.verb.command],
                     "env": [{"name": k, "value": v} for k, v in environment.items()],
                     "resources": {
                         "requests": {"cpu": "10m", "memory": "64Mi"},
-                        "limits": {"memory": command.memory},
+                        "limits": {"memory": "256Mi"},
                     },
                     "terminationMessagePolicy": "FallbackToLogsOnError",
                     "volumeMounts": [{"name": "store", "mountPath": STORE_DIR, "readOnly": True}],
@@ -190,7 +178,7 @@ def render_command(
             "volumes": [
                 {
                     "name": "store",
-                    "projected": {"defaultMode": 0o440, "sources": store_sources(store)},
+                    "projected": {"defaultMode": 0o440, "sources": store_sources(view)},
                 }
             ],
         },
@@ -198,7 +186,7 @@ def render_command(
 
 
 def state_of(
-    pod: CommandView, command: StoreCommand, store: StoreView, age_seconds: float
+    pod: CommandView, command: StoreCommand, store: CheckpointStore, age_seconds: float
 ) -> CommandState:
     """Return what the state of a command's pod means.
 
@@ -217,7 +205,7 @@ def state_of(
         text = f"{what} cannot be scheduled: {pod.unscheduled}"
         return CommandFailed(CommandFailure.FAILED, text)
     if pod.waiting_reason in _STUCK_REASONS:
-        text = _missing_secret(pod, command, store, what)
+        text = _missing_secret(pod, store, what)
         return CommandFailed(CommandFailure.SECRET_NOT_FOUND, text)
     if pod.waiting_reason in (None, "PodInitializing"):
         return CommandUnderway()
@@ -241,15 +229,15 @@ def parse_report(text: str, what: str) -> CommandReport | CommandFailed:
     return CommandFailed(CommandFailure.FAILED, f"{what} failed: {message}")
 
 
-def _missing_secret(pod: CommandView, command: StoreCommand, store: StoreView, what: str) -> str:
-    wanted = []
-    if store.credentials_secret is not None:
-        wanted.append(f"Secret {store.credentials_secret} with keys accessKey and secretKey")
-    if store.ca_secret is not None:
-        wanted.append(f"Secret {store.ca_secret} with key ca.crt")
+def _missing_secret(pod: CommandView, store: CheckpointStore, what: str) -> str:
+    wanted, view = [], store_view(store)
+    if view.credentials_secret is not None:
+        wanted.append(f"Secret {view.credentials_secret} with keys accessKey and secretKey")
+    if view.ca_secret is not None:
+        wanted.append(f"Secret {view.ca_secret} with key ca.crt")
     message = (
         f"{what} has not started for {STUCK_SECONDS:.0f} s: expected in namespace "
-        f"{command.key.namespace}: {', '.join(wanted)}; create what is missing (the operator may not "
+        f"{store.namespace}: {', '.join(wanted)}; create what is missing (the operator may not "
         "read Secrets)"
     )
     return f"{message}: {pod.waiting_message}" if pod.waiting_message else message

@@ -439,13 +439,13 @@ class ForeignSource:
     """Whether a CheckpointGrant of that namespace lets this job start from it."""
     checkpoint: Checkpoint | None = None
     """None: it does not exist, cannot be parsed, or is not granted."""
-    places: tuple[tuple[str, str, str], ...] = ()
-    """Endpoint, bucket and prefix of the CheckpointStores there that may have its data."""
+    places: tuple[str, ...] = ()
+    """The places of the CheckpointStores there that may have its data."""
 
 
-def place_of(config: StoreConfig) -> tuple[str, str, str]:
+def place_of(config: StoreConfig) -> str:
     """Return endpoint, bucket and prefix, by which two stores are one place."""
-    return config.endpoint, config.bucket, config.prefix.strip("/")
+    return f"{config.endpoint}/{config.bucket}/{config.prefix.strip('/')}".rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,10 +85,6 @@ FIELD_MANAGER = "holdfast-operator"
 STORE_NAME = f"{GROUP}/store"
 """Label of a pod that runs a command for a store, with the name of the CheckpointStore."""
 
-REPORTS_TO = f"{GROUP}/reports-to"
-"""Annotation of a pod that runs a command for a store, with kind and name of the key whose pass reads the
-result."""
-
 POD = "Pod"
 
 SERVICE = "Service"

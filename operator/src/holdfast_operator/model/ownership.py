@@ -25,12 +25,13 @@ from holdfast_core.api import (
     Checkpoint,
     CheckpointAdoption,
     CheckpointAdoptionStatus,
+    CheckpointStore,
     Gang,
     TrainingJob,
     TrainingJobStatus,
     changed,
 )
-from holdfast_core.contract import SIDECAR_CONTAINER
+from holdfast_core.contract import SIDECAR_CONTAINER, StoreVerb
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.names import (
     CERTIFICATES_IN_SECRET,
@@ -43,16 +44,6 @@ from holdfast_core.names import (
 )
 from holdfast_operator.model import labels
 from holdfast_operator.model.job import Owner, PodView, Unreadable
-
-
-class StoreVerb(StrEnum):
-    """What a short-lived pod with the keys of a store does (model/command_pods.py)."""
-
-    PROBE = "probe"
-    DELETE = "delete"
-    DRILL = "drill"
-    USAGE = "usage"
-    LIST = "list"
 
 
 def command_prefix(verb: StoreVerb) -> str:
@@ -135,19 +126,13 @@ def adopted_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
     return WorkerIdentity(name, JobUid(uid), index, RestartRound(0), worker_name(index))
 
 
-def command_of(raw: Mapping[str, Any]) -> tuple[Owner, StoreVerb, Key] | None:
-    """Return owner, verb and reader of a pod that runs a command for a store, or None for any other pod.
-
-    The annotation that names the reader only says which pass is queued at a change of the pod.
-    """
-    owner, meta = controller_of(raw), raw["metadata"]
-    if owner is None:
+def command_of(raw: Mapping[str, Any]) -> tuple[Owner, StoreVerb] | None:
+    """Return the store and the verb of a pod that runs a command for it, or None for any other pod."""
+    owner, name = controller_of(raw), str(raw["metadata"].get("name"))
+    if owner is None or owner.kind != CheckpointStore.KIND:
         return None
-    name = str(meta.get("name"))
     verb = next((v for v in StoreVerb if name.startswith(command_prefix(v))), None)
-    text = str((meta.get("annotations") or {}).get(labels.REPORTS_TO) or "")
-    key = Key.of_reference(str(meta.get("namespace")), text)
-    return None if verb is None or key is None else (owner, verb, key)
+    return None if verb is None else (owner, verb)
 
 
 def whose(raw: Mapping[str, Any]) -> str:
@@ -175,18 +160,6 @@ class Key:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.namespace}/{self.name}"
-
-    @property
-    def reference(self) -> str:
-        """Return kind and name, by which objects of the same namespace name the key."""
-        return f"{self.kind}/{self.name}"
-
-    @classmethod
-    def of_reference(cls, namespace: str, text: str) -> Key | None:
-        """Return the key that a `reference` names, or None for another text."""
-        word, _, name = text.partition("/")
-        kind = next((kind for kind in KeyKind if kind == word), None)
-        return None if kind is None or not name else cls(kind, namespace, name)
 
 
 def job_key(namespace: str, name: str) -> Key:

@@ -2,7 +2,7 @@
 
 Each look-up reads only what it returns. Jobs and adoptions are found by key and by the objects that their
 specs name, Checkpoints by name and by job, objects that cannot be parsed by kind and name, and pods by their
-owner: workers by namespace and job uid, pods that run a command for a store by namespace, owner and verb.
+owner: workers by namespace and job uid, pods that run a command by store and verb.
 
 A pod that carries our label but is not controlled by one of our objects, or does not have the name of a
 worker or of a store's command, is foreign. No look-up returns it and it adds no key to the queue, so the
@@ -41,6 +41,7 @@ from holdfast_core.api import (
     is_granted,
 )
 from holdfast_core.clock import Clock
+from holdfast_core.contract import StoreVerb
 from holdfast_core.ids import JobUid
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
@@ -49,7 +50,6 @@ from holdfast_operator.model.job import NodeView, PodView, Unreadable, store_vie
 from holdfast_operator.model.ownership import (
     Key,
     KeyKind,
-    StoreVerb,
     adoption_key,
     gang_key,
     job_key,
@@ -247,9 +247,9 @@ class PodIndex(Index[Item]):
         """Return the keys of the jobs that have workers or placeholders on this node."""
         return {p.key for p in self.members("node", node) if isinstance(p, WorkerPod)}
 
-    def commands(self, namespace: str, owner_uid: str, verb: StoreVerb) -> tuple[CommandView, ...]:
-        """Return the pods of an owner that run a command of this verb for a store."""
-        pods = self.members("command", namespace, owner_uid, verb)
+    def commands(self, store: CheckpointStore, verb: StoreVerb) -> tuple[CommandView, ...]:
+        """Return the pods of a store that run a command of this verb."""
+        pods = self.members("command", store.namespace, store.uid, verb)
         return tuple(p.view for p in pods if isinstance(p, CommandPod))
 
     def unreadable(self, *owner: str) -> tuple[Unreadable, ...]:
@@ -280,7 +280,7 @@ def _pod_groups(item: Item) -> Iterable[Names]:
             if item.view.node is not None:
                 yield "node", item.view.node
         case CommandPod():
-            yield "command", item.namespace, item.owner_uid, item.view.verb
+            yield "command", item.namespace, item.store.uid, item.verb
         case ForeignPod():
             yield ("foreign",)
             yield "foreign", item.namespace
@@ -472,9 +472,7 @@ class ClusterCache:
         if self.checkpoints.members("delete", namespace, store):
             return True
         found = self.stores.get(namespace, store)
-        return found is not None and bool(
-            self.pods.commands(namespace, found.uid, StoreVerb.DELETE)
-        )
+        return found is not None and bool(self.pods.commands(found, StoreVerb.DELETE))
 
     def pods_without_pass(self, key: Key) -> tuple[PodView, ...]:
         """Return the worker pods of TrainingJobs of this key that are deleted or cannot be parsed."""

@@ -19,13 +19,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from holdfast_core.clock import parse_stamp
-from holdfast_core.contract import CERTS_VOLUME, SIDECAR_CONTAINER, TRAINER_CONTAINER
+from holdfast_core.contract import CERTS_VOLUME, SIDECAR_CONTAINER, TRAINER_CONTAINER, StoreVerb
 from holdfast_core.ids import JobUid
 from holdfast_operator.model import labels
 from holdfast_operator.model.command_pods import CommandView
 from holdfast_operator.model.job import (
     LOST_NODE_TAINTS,
     NodeView,
+    Owner,
     PodGroup,
     PodPhase,
     PodView,
@@ -35,7 +36,6 @@ from holdfast_operator.model.job import (
 )
 from holdfast_operator.model.ownership import (
     Key,
-    StoreVerb,
     WorkerIdentity,
     adopted_identity,
     adoption_key,
@@ -43,6 +43,7 @@ from holdfast_operator.model.ownership import (
     command_of,
     controller_of,
     job_key,
+    store_key,
     whose,
     worker_identity,
 )
@@ -325,10 +326,14 @@ class WorkerPod(ManagedPod):
 class CommandPod(ManagedPod):
     """A short-lived pod that runs a command with the keys of a store."""
 
-    owner_uid: str
-    key: Key
-    """The pass that reads the result."""
+    store: Owner
+    verb: StoreVerb
     view: CommandView
+
+    @property
+    def key(self) -> Key:
+        """The pass that reads the result."""
+        return store_key(self.namespace, self.store.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +355,7 @@ def read_pod(raw: Mapping[str, Any]) -> ManagedPod:
     command = command_of(raw)
     if command is None:
         return ForeignPod(namespace, str(meta["uid"]), str(meta["name"]), whose(raw))
-    owner, verb, key = command
-    return CommandPod(namespace, str(meta["uid"]), owner.uid, key, _command_view(raw, verb))
+    return CommandPod(namespace, str(meta["uid"]), *command, _command_view(raw))
 
 
 def read_adopted_pod(raw: Mapping[str, Any]) -> ManagedPod | None:
@@ -367,7 +371,7 @@ def _worker_pod(raw: Mapping[str, Any], identity: WorkerIdentity, key: Key) -> W
     return WorkerPod(key.namespace, view.uid, key, identity.job_uid, view)
 
 
-def _command_view(raw: Mapping[str, Any], verb: StoreVerb) -> CommandView:
+def _command_view(raw: Mapping[str, Any]) -> CommandView:
     meta, status = raw["metadata"], raw.get("status") or {}
     state = ((status.get("containerStatuses") or [{}])[0]).get("state") or {}
     waiting, ended = state.get("waiting") or {}, state.get("terminated")
@@ -383,7 +387,6 @@ def _command_view(raw: Mapping[str, Any], verb: StoreVerb) -> CommandView:
     return CommandView(
         name=str(meta["name"]),
         uid=str(meta["uid"]),
-        verb=verb,
         phase=str(status.get("phase") or "Pending"),
         terminating=meta.get("deletionTimestamp") is not None,
         waiting_reason=waiting.get("reason"),

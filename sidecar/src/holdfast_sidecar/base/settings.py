@@ -14,6 +14,7 @@ from holdfast_core.contract import (
     SLOTS_DIR,
     SOCKET_NAME,
     SidecarContract,
+    StoreVerb,
 )
 
 TERMINATION_LOG = "HOLDFAST_TERMINATION_LOG"
@@ -124,9 +125,9 @@ def node_dir() -> Path:
     return Path(os.environ.get("HOLDFAST_NODE_DIR", NODE_DIR))
 
 
-def request_environment(variable: str) -> str:
+def request_environment(verb: StoreVerb) -> str:
     """Return the request, as JSON, of a pod that runs one command on a store."""
-    return os.environ.get(variable, "")
+    return os.environ.get(verb.variable, "")
 
 
 def store_environment() -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast_core.contract import StoreConfig
@@ -46,7 +47,18 @@ def write_report(text: str, path: Path) -> bool:
     return True
 
 
-def write_failure(error: HoldfastError, path: Path) -> bool:
-    """Write the report of a command that failed, as `write_report` does."""
-    message = str(error).encode("ascii", "replace").decode()[:_MESSAGE_CHARACTERS]
-    return write_report(json.dumps({"error": type(error).__name__, "message": message}), path)
+def report_on(work: Callable[[], tuple[str, int]], path: Path) -> int:
+    """Write what the work reports, or the HoldfastError with which it failed, as `write_report` does.
+
+    Args:
+        work: Returns the report and the exit code.
+
+    Returns:
+        The exit code. It is 1 after a failure, and if the report could not be written.
+    """
+    try:
+        text, status = work()
+    except HoldfastError as error:
+        message = str(error).encode("ascii", "replace").decode()[:_MESSAGE_CHARACTERS]
+        text, status = json.dumps({"error": type(error).__name__, "message": message}), 1
+    return status if write_report(text, path) else 1

@@ -12,10 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from holdfast_core.contract import DeleteContract
-from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import MAX_ROUND, CheckpointId, RestartRound, age_of
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.process.store_command import open_tier, write_failure, write_report
+from holdfast_sidecar.process.store_command import open_tier, report_on
 
 
 def delete_in_store(store: str, store_dir: str, request: str, report_path: Path) -> int:
@@ -30,15 +29,13 @@ def delete_in_store(store: str, store_dir: str, request: str, report_path: Path)
     Returns:
         The exit code: 0, or 1 if not everything was deleted.
     """
-    try:
+
+    def work() -> tuple[str, int]:
         wanted = DeleteContract.from_json(request)
         with closing(open_tier(store, store_dir)) as tier:
-            deleted = delete(tier, wanted)
-    except HoldfastError as error:
-        write_failure(error, report_path)
-        return 1
-    report = json.dumps({"deleted": deleted})
-    return 0 if write_report(report, report_path) else 1
+            return json.dumps({"deleted": delete(tier, wanted)}), 0
+
+    return report_on(work, report_path)
 
 
 def delete(tier: ObjectTier, wanted: DeleteContract) -> int:

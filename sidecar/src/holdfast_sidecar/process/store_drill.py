@@ -7,10 +7,9 @@ from pathlib import Path
 
 from holdfast_core.contract import DrillContract, DrillExit
 from holdfast_core.drill import DrillRequest, drill, newest_of
-from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.store.drilled import StoredJob
-from holdfast_sidecar.process.store_command import open_tier, write_failure, write_report
+from holdfast_sidecar.process.store_command import open_tier, report_on
 
 
 def drill_store(store: str, store_dir: str, request: str, report_path: Path) -> int:
@@ -25,16 +24,12 @@ def drill_store(store: str, store_dir: str, request: str, report_path: Path) -> 
     Returns:
         A DrillExit.
     """
-    try:
-        text, status = _drilled(store, store_dir, DrillContract.from_json(request))
-    except HoldfastError as error:
-        write_failure(error, report_path)
-        return DrillExit.NOT_READ
-    return status if write_report(text, report_path) else DrillExit.NOT_READ
+    return report_on(lambda: _drilled(store, store_dir, request), report_path)
 
 
-def _drilled(store: str, store_dir: str, wanted: DrillContract) -> tuple[str, DrillExit]:
+def _drilled(store: str, store_dir: str, request: str) -> tuple[str, DrillExit]:
     """Return the report of a drill and the exit code. Raises HoldfastError."""
+    wanted = DrillContract.from_json(request)
     with closing(open_tier(store, store_dir)) as tier:
         job = StoredJob(tier, wanted.namespace, wanted.job_uid)
         if wanted.manifest is not None and wanted.step is not None and wanted.round is not None:

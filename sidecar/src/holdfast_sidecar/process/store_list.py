@@ -19,12 +19,12 @@ from typing import Any
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import ListContract, StoreConfig
-from holdfast_core.errors import CorruptionError, FormatError, HoldfastError, NotFoundError
+from holdfast_core.errors import CorruptionError, FormatError, NotFoundError
 from holdfast_core.format import keys
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, JobUid
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.process.store_command import open_tier, write_failure, write_report
+from holdfast_sidecar.process.store_command import open_tier, report_on
 
 _ERROR_CHARACTERS = 2000
 
@@ -41,17 +41,17 @@ def list_store(store: str, store_dir: str, request: str, report_path: Path) -> i
     Returns:
         The exit code: 1 if the store could not be listed.
     """
-    count = 0
-    try:
+
+    def work() -> tuple[str, int]:
+        count = 0
         config, wanted = StoreConfig.from_json(store), ListContract.from_json(request)
         with closing(open_tier(store, store_dir)) as tier:
             for item in listed(tier, wanted, SystemClock().utc_now(), config.max_concurrency):
                 sys.stdout.write(json.dumps(item) + "\n")
                 count += 1
-    except HoldfastError as error:
-        write_failure(error, report_path)
-        return 1
-    return 0 if write_report(json.dumps({"lines": count}), report_path) else 1
+        return json.dumps({"lines": count}), 0
+
+    return report_on(work, report_path)
 
 
 def listed(

@@ -7,9 +7,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from holdfast_core.contract import UsageContract
-from holdfast_core.errors import HoldfastError
 from holdfast_core.store.usage import StoreUsage, sweep, usage_of
-from holdfast_sidecar.process.store_command import open_tier, write_failure, write_report
+from holdfast_sidecar.process.store_command import open_tier, report_on
 
 
 def store_usage(store: str, store_dir: str, request: str, report_path: Path) -> int:
@@ -24,15 +23,11 @@ def store_usage(store: str, store_dir: str, request: str, report_path: Path) -> 
     Returns:
         0 if the store was listed and the report written, else 1.
     """
-    try:
-        usage = _listed(store, store_dir, UsageContract.from_json(request))
-    except HoldfastError as error:
-        write_failure(error, report_path)
-        return 1
-    return 0 if write_report(usage.to_json(), report_path) else 1
+    return report_on(lambda: (_listed(store, store_dir, request).to_json(), 0), report_path)
 
 
-def _listed(store: str, store_dir: str, wanted: UsageContract) -> StoreUsage:
+def _listed(store: str, store_dir: str, request: str) -> StoreUsage:
+    wanted = UsageContract.from_json(request)
     with closing(open_tier(store, store_dir)) as tier:
         usage = usage_of(tier)
         if wanted.sweep_after_seconds is None:

@@ -244,18 +244,13 @@ def _other_place(world: World) -> Note | None:
     own = place_of(store.config)
     if own in foreign.places:
         return None
-    there = " or ".join(_shown(place) for place in foreign.places[:3])
+    there = " or ".join(foreign.places[:3])
     text = (
         f"Checkpoint {world.spec.source_checkpoint} of namespace {foreign.namespace} is in {there}, and "
-        f"CheckpointStore {store.name} of this job reads {_shown(own)}: name a CheckpointStore of namespace "
+        f"CheckpointStore {store.name} of this job reads {own}: name a CheckpointStore of namespace "
         f"{world.job.namespace} with the same endpoint, bucket and prefix in checkpoint.object.storeRef"
     )
     return Note(Reason.CHECKPOINT_NOT_RESTORABLE, text)
-
-
-def _shown(place: tuple[str, str, str]) -> str:
-    endpoint, bucket, prefix = place
-    return f"{endpoint}/{bucket}/{prefix}".rstrip("/")
 
 
 def _invalid(message: str) -> Note:

@@ -1,9 +1,8 @@
-"""Keep usage, orphans and quota of each CheckpointStore up to date by listings.
+"""Keep usage, orphans and quota of each CheckpointStore up to date by listings. Pure.
 
-A short-lived pod lists the store and deletes old orphans (model/command_pods.py). The rules are pure
-functions: when a listing is due, its command, the meaning of its report, and which limits of the quota are
-reached. Jobs read the reached limits in the status of the store; their coordinators then request no further
-upload.
+A short-lived pod lists the store and deletes old orphans (model/command_pods.py). These are its rules: when a
+listing is due, its command, the meaning of its report, and which limits of the quota are reached. Jobs read
+the reached limits in the status of the store; their coordinators then request no further upload.
 
 Between two listings the numbers stay as they are. A quota whose store was not listed yet holds nothing.
 """
@@ -11,7 +10,7 @@ Between two listings the numbers stay as they are. A quota whose store was not l
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -19,7 +18,6 @@ from holdfast_core.api import (
     Checkpoint,
     CheckpointStore,
     CheckpointStoreStatus,
-    Gang,
     JobUsageStatus,
     NamespaceUsageStatus,
     OrphanStatus,
@@ -31,24 +29,22 @@ from holdfast_core.api import (
     parse_quantity_bytes,
     size_text,
 )
-from holdfast_core.clock import Clock, stamp
-from holdfast_core.contract import MAX_LISTED_JOBS, MAX_LISTED_NAMESPACES, UsageContract
+from holdfast_core.clock import stamp
+from holdfast_core.contract import (
+    MAX_LISTED_JOBS,
+    MAX_LISTED_NAMESPACES,
+    StoreVerb,
+    UsageContract,
+)
 from holdfast_core.ids import JobUid
 from holdfast_core.names import first_of
-from holdfast_core.store_retention import is_stored
-from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
-from holdfast_operator.base.metrics import Metrics
-from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model.command_pods import (
     CommandFailed,
     CommandReport,
-    CommandUnderway,
     StoreCommand,
 )
-from holdfast_operator.model.job import store_view
-from holdfast_operator.model.ownership import StoreVerb, store_key
+from holdfast_operator.model.job import place_of, store_config
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.watch.cache import ClusterCache
 
 AT_A_LIMIT = timedelta(minutes=1)
 """Longest time between two listings while a quota is reached: uploads wait for what the next one shows."""
@@ -64,9 +60,9 @@ were missing there would count as unknown to this cluster."""
 
 
 def location(store: CheckpointStore) -> str:
-    """Return the place that a listing describes."""
-    s3 = store.spec.s3
-    return f"{s3.endpoint.rstrip('/')}/{s3.bucket}/{s3.prefix}".rstrip("/")
+    """Return the place that a listing describes, as a URL."""
+    config = store_config(store)
+    return f"{'https' if config.secure else 'http'}://{place_of(config)}"
 
 
 def seconds_to_listing(store: CheckpointStore, now: datetime) -> float:
@@ -101,10 +97,8 @@ def listing_command(store: CheckpointStore, request: UsageContract) -> StoreComm
     """Return the command of the next listing, or of the one that is under way."""
     return StoreCommand(
         verb=StoreVerb.USAGE,
-        arguments=("usage",),
         seed=f"{store.generation} {store.status.last_listing}",
-        key=store_key(store.namespace, store.name),
-        variables={"HOLDFAST_USAGE": request.to_json()},
+        request=request.to_json(),
         limit_seconds=LIMIT_SECONDS,
     )
 
@@ -224,9 +218,9 @@ class Use:
         )
 
 
-def uses(store: CheckpointStore, usage: UsageStatus | None) -> list[Use]:
+def uses(store: CheckpointStore) -> list[Use]:
     """Return how much of each limit is used, by the listing. It is empty without quota or listing."""
-    quota = store.spec.quota
+    quota, usage = store.spec.quota, store.status.usage
     if quota is None or usage is None or usage.location != location(store):
         return []
     found = list[Use]()
@@ -291,23 +285,20 @@ def quota_is_new(store: CheckpointStore) -> bool:
 
 
 def with_quota(
-    store: CheckpointStore,
-    status: CheckpointStoreStatus,
-    pinned: Iterable[Checkpoint],
-    now: datetime,
+    store: CheckpointStore, pinned: Iterable[Checkpoint], now: datetime
 ) -> CheckpointStoreStatus:
     """Return the status with the reached limits of the quota, and with condition QuotaPressure.
 
     A store that never had a quota does not get the condition.
     """
-    kind = StoreCondition.QUOTA_PRESSURE
+    kind, status = StoreCondition.QUOTA_PRESSURE, store.status
     if store.spec.quota is None:
         status = changed(status, reached_quotas=())
         if status.condition(kind) is None:
             return status
         text = "spec.quota is not set"
         return status.with_condition(kind, False, Reason.NO_QUOTA, text, now, store.generation)
-    found = sorted(uses(store, status.usage), key=lambda use: -use.ratio)
+    found = sorted(uses(store), key=lambda use: -use.ratio)
     reached = [use for use in found if use.used_bytes >= use.limit_bytes]
     status = changed(
         status,
@@ -362,99 +353,6 @@ ROOM = (
 )
 
 
-# --------------------------------------------------------------------------- the passes
-
-
-@dataclass
-class Usages:
-    """Reconciler of the usage of CheckpointStores."""
-
-    cluster: Cluster
-    cache: ClusterCache
-    events: Events
-    commands: CommandRuns
-    metrics: Metrics
-    clock: Clock
-    _shown: set[tuple[str, str]] = field(default_factory=set)
-
-    async def reconcile(self, store: CheckpointStore) -> float:
-        """Run one pass over the usage of a store that no probe is due for.
-
-        Returns:
-            Seconds after which the next pass is due.
-
-        Raises:
-            ApiError: A request failed.
-            ConflictError: The store changed since it was read.
-        """
-        now, view = self.clock.utc_now(), store_view(store)
-        state = await self.commands.look(store, listing_command(store, UsageContract()), view)
-        if state is None and view.available and not seconds_to_listing(store, now):
-            command = listing_command(store, self._request(store))
-            state = await self.commands.start(store, command, view)
-        ended = state if isinstance(state, CommandReport | CommandFailed) else None
-        status = store.status
-        if ended is not None:
-            names = {job.uid: job.name for job in self.cache.jobs.all()}
-            status = with_listing(store, ended, names, now)
-        if ended is not None or quota_is_new(store):
-            status = with_quota(store, status, self._pinned(store), now)
-        if status != store.status:
-            await self._write(store, status)
-        self.metrics.store_listed(store.namespace, store.name, status.usage, _ratio(store, status))
-        if ended is not None:
-            await self.commands.end(store, StoreVerb.USAGE)
-        if ended is not None or isinstance(state, CommandUnderway):
-            return LOOK_AGAIN_SECONDS
-        return max(LOOK_AGAIN_SECONDS, seconds_to_listing(store, now))
-
-    def _request(self, wanted: CheckpointStore) -> UsageContract:
-        """Return what a listing may delete. Several CheckpointStores may be at one location."""
-        jobs = [
-            job
-            for store in self.cache.stores.all()
-            if location(store) == location(wanted)
-            for job in self.cache.jobs.of(CheckpointStore.KIND, store.namespace, store.name)
-        ]
-        ended = {job.uid for job in jobs if self._has_ended(job)}
-        return request_of(wanted, {job.uid for job in jobs} - ended, ended)
-
-    def _has_ended(self, job: Gang) -> bool:
-        """Return whether a job is over and has no pod that could still upload."""
-        is_over = job.status.completion_time is not None
-        return is_over and not self.cache.pods.workers(job.namespace, job.uid)
-
-    def _pinned(self, store: CheckpointStore) -> list[Checkpoint]:
-        """Return the pinned checkpoints of the store's jobs, whose data it has."""
-        if store.spec.quota is None:
-            return []
-        jobs = {j.name for j in self.cache.jobs.of(store.KIND, store.namespace, store.name)}
-        return [
-            checkpoint
-            for name in sorted(jobs)
-            for checkpoint in self.cache.checkpoints.of(store.namespace, name)
-            if checkpoint.spec.pin and is_stored(checkpoint)
-        ]
-
-    async def _write(self, store: CheckpointStore, status: CheckpointStoreStatus) -> None:
-        await self.cluster.write_status(store, status)
-        for kind, good in ((StoreCondition.LISTED, True), (StoreCondition.QUOTA_PRESSURE, False)):
-            old, new = store.status.condition(kind), status.condition(kind)
-            before = None if old is None else (old.status, old.reason)
-            if new is None or before == (new.status, new.reason) or not _is_news(old, new, good):
-                continue
-            is_good = new.is_true if good else not new.is_true
-            await self.events.emit(
-                store, "Normal" if is_good else "Warning", new.reason, new.message
-            )
-
-
-def _is_news(old: Any, new: Any, good: bool) -> bool:
-    """Return whether an Event reports a condition: it is bad now, or it was."""
-    was_bad = old is not None and (old.is_false if good else old.is_true)
-    return bool(was_bad or (new.is_false if good else new.is_true))
-
-
-def _ratio(store: CheckpointStore, status: CheckpointStoreStatus) -> float | None:
+def quota_ratio(store: CheckpointStore) -> float | None:
     """Return the highest share of a limit that is used. None: there is no quota, or nothing is known."""
-    return max((use.ratio for use in uses(store, status.usage)), default=None)
+    return max((use.ratio for use in uses(store)), default=None)

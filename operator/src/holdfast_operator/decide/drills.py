@@ -1,7 +1,7 @@
-"""Drill the checkpoints of each CheckpointStore: one short-lived pod at a time reads all bytes of one.
+"""Drill the checkpoints of each CheckpointStore: one short-lived pod at a time reads all bytes of one. Pure.
 
-The pod runs `holdfast-sidecar drill` (model/command_pods.py). The rules are pure functions: which checkpoint
-is next, and what its status says afterwards. `Drills` gathers their inputs and carries their results out.
+The pod runs `holdfast-sidecar drill` (model/command_pods.py). These are its rules: which checkpoint is next,
+and what its status says afterwards. The pass over the store carries them out (loop/stores.py).
 
 1. status.drills of the store names the checkpoint before its pod is created. So a newer checkpoint does not
    change what is under way, and two operators create the same pod.
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from holdfast_core import logs
 from holdfast_core.api import (
     DAMAGED,
     Checkpoint,
@@ -29,28 +28,22 @@ from holdfast_core.api import (
     CheckpointStatus,
     CheckpointStore,
     DrillStatus,
+    Gang,
+    StoreCondition,
     StoreDrills,
     changed,
 )
-from holdfast_core.clock import Clock
-from holdfast_core.contract import MAX_DRILL_RANKS, DrillContract, DrillExit
+from holdfast_core.contract import MAX_DRILL_RANKS, DrillContract, DrillExit, StoreVerb
 from holdfast_core.ids import JobUid
 from holdfast_core.store_retention import is_stored, restored_instead
-from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
-from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.report.conditions import describe_instead
-from holdfast_operator.kube.cluster import Cluster, Events
-from holdfast_operator.model.actions import EventKind
+from holdfast_operator.model.actions import EmitEvent, EventKind
 from holdfast_operator.model.command_pods import (
     CommandFailed,
     CommandReport,
-    CommandUnderway,
     StoreCommand,
 )
-from holdfast_operator.model.job import store_view
-from holdfast_operator.model.ownership import StoreVerb, store_key
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.watch.cache import ClusterCache
 
 RETRY = timedelta(minutes=10)
 """Pause of a round after a drill that could not read its checkpoint."""
@@ -148,11 +141,21 @@ def _begun(drills: StoreDrills, checkpoint: Checkpoint, now: datetime, trigger: 
     )
 
 
+def is_wanted(checkpoint: Checkpoint | None, drills: StoreDrills) -> bool:
+    """Return whether the drill that is under way still has its checkpoint, and it is not being deleted."""
+    return (
+        checkpoint is not None
+        and checkpoint.uid == drills.uid
+        and not checkpoint.deleting
+        and checkpoint.status.phase is not CheckpointPhase.DELETING
+    )
+
+
 def drill_command(
     store: CheckpointStore, drills: StoreDrills, checkpoint: Checkpoint
 ) -> StoreCommand:
     """Return the command of the drill that is under way."""
-    status, ranks = checkpoint.status, _ranks(store, drills, checkpoint)
+    status, ranks = checkpoint.status, ranks_of(store, drills, checkpoint)
     contract = DrillContract(
         namespace=status.job_namespace or store.namespace,
         job_uid=JobUid(status.job_uid or ""),
@@ -165,15 +168,13 @@ def drill_command(
     passes = 1 if ranks is None else _PASSES_WITH_RESTORE
     return StoreCommand(
         verb=StoreVerb.DRILL,
-        arguments=("drill",),
         seed=f"{checkpoint.uid} {drills.count}",
-        key=store_key(store.namespace, store.name),
-        variables={"HOLDFAST_DRILL": contract.to_json()},
+        request=contract.to_json(),
         limit_seconds=_LEAST_SECONDS + passes * size // _SLOWEST_BYTES_PER_SECOND,
     )
 
 
-def _ranks(store: CheckpointStore, drills: StoreDrills, checkpoint: Checkpoint) -> int | None:
+def ranks_of(store: CheckpointStore, drills: StoreDrills, checkpoint: Checkpoint) -> int | None:
     """Return the number of ranks for which the state is assembled, or None."""
     asked, wanted = checkpoint.spec.verify, store.spec.verify
     by_request = bool(drills.trigger) and asked is not None
@@ -301,113 +302,29 @@ def ended(store: CheckpointStore, known: bool | None, now: datetime) -> StoreDri
     )
 
 
-class Drills:
-    """The part of the reconciler of CheckpointStores that drills."""
+def unavailable(store: CheckpointStore) -> CommandReport:
+    """Return the report of a drill that does not run, because its store is not available."""
+    known = store.status.condition(StoreCondition.AVAILABLE)
+    text = "" if known is None else known.message
+    message = f"the store is not available: {text}"
+    return CommandReport({"error": "UnavailableError", "message": message})
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        cache: ClusterCache,
-        events: Events,
-        commands: CommandRuns,
-        metrics: Metrics,
-        clock: Clock,
-    ) -> None:
-        self._cluster = cluster
-        self._cache = cache
-        self._events = events
-        self._commands = commands
-        self._metrics = metrics
-        self._clock = clock
 
-    async def reconcile(self, store: CheckpointStore) -> float | None:
-        """Begin, follow or end a drill. At most one status of the store is written.
+def drill_event(
+    checkpoint: Checkpoint, result: DrillResult, job: Gang | None, own: Iterable[Checkpoint]
+) -> EmitEvent:
+    """Return the Event about the end of a drill.
 
-        Returns:
-            Seconds after which the next pass is due without an event, or None if no pass is due.
-
-        Raises:
-            ApiError: A request failed.
-            ConflictError: The store or the Checkpoint changed since it was read.
-        """
-        drills, now = store.status.drills, self._clock.utc_now()
-        if drills is not None and drills.checkpoint:
-            return await self._follow(store, drills)
-        place = store.namespace, store.name
-        requested = self._cache.checkpoints.of("drill", *place)
-        found = next_drill(store, requested, self._cache.checkpoints.members("store", *place), now)
-        if found is None:
-            return next_drill_seconds(store, now)
-        await self._write(store, found)
-        return LOOK_AGAIN_SECONDS
-
-    async def _follow(self, store: CheckpointStore, drills: StoreDrills) -> float:
-        checkpoint = self._cache.checkpoints.get(store.namespace, drills.checkpoint)
-        if (
-            checkpoint is None
-            or checkpoint.uid != drills.uid
-            or checkpoint.deleting
-            or checkpoint.status.phase is CheckpointPhase.DELETING
-        ):
-            await self._write(store, ended(store, None, self._clock.utc_now()))
-            await self._commands.end(store, StoreVerb.DRILL)
-            return LOOK_AGAIN_SECONDS
-        command, view = drill_command(store, drills, checkpoint), store_view(store)
-        state = await self._commands.look(store, command, view)
-        if state is None and store.available is False:
-            text = f"the store is not available: {view.message}"[:_TEXT]
-            result = DrillResult(DrillExit.NOT_READ, Reason.STORE_UNAVAILABLE, text)
-            await self._end(store, drills, checkpoint, result)
-            return LOOK_AGAIN_SECONDS
-        if state is None:
-            state = await self._commands.start(store, command, view)
-        if not isinstance(state, CommandUnderway):
-            await self._end(store, drills, checkpoint, drill_result(state))
-        return LOOK_AGAIN_SECONDS
-
-    async def _end(
-        self,
-        store: CheckpointStore,
-        drills: StoreDrills,
-        checkpoint: Checkpoint,
-        result: DrillResult,
-    ) -> None:
-        """Write what a drill found. A pass that fails half way repeats it, because the pod is still there."""
-        now = self._clock.utc_now()
-        status = drilled_status(checkpoint, result, drills, _ranks(store, drills, checkpoint), now)
-        await self._cluster.write_status(checkpoint, status)
-        await self._write(store, ended(store, result.verified is not None, now))
-        self._metrics.drilled(
-            store.namespace, store.name, result.exit, result.bytes, result.seconds
-        )
-        await self._report(checkpoint, result)
-        await self._commands.end(store, StoreVerb.DRILL)
-
-    async def _report(self, checkpoint: Checkpoint, result: DrillResult) -> None:
-        """Emit Events on the Checkpoint, and on its job if it is damaged."""
-        gib, seconds = result.bytes / _GIB, result.seconds
-        text = result.message
-        if result.exit is DrillExit.INTACT:
-            text = f"{text}: {gib:.3f} GiB in {seconds:.1f} s"
-        id_, jobs = checkpoint.id, self._cache.jobs.of_name(checkpoint.namespace, checkpoint.job)
-        job = next((j for j in jobs if j.uid == checkpoint.status.job_uid), None)
-        if result.exit is DrillExit.DAMAGED and id_ is not None:
-            uid = checkpoint.status.job_uid
-            of_name = self._cache.checkpoints.of(checkpoint.namespace, checkpoint.job)
-            own = [c for c in of_name if c.status.job_uid == uid]
-            text = f"{text}. It is quarantined; {describe_instead(restored_instead(job, own, id_))}"
-        bad = result.exit in (DrillExit.DAMAGED, DrillExit.NOT_RESTORABLE)
-        kind = EventKind.WARNING if bad or result.verified is None else EventKind.NORMAL
-        logs.info(
-            f"drill {result.reason}: {text}",
-            namespace=checkpoint.namespace,
-            checkpoint=checkpoint.name,
-        )
-        await self._events.emit(checkpoint, kind, result.reason, text)
-        if result.exit is DrillExit.DAMAGED and job is not None:
-            await self._events.emit(
-                job, kind, result.reason, f"Checkpoint {checkpoint.name}: {text}"
-            )
-
-    async def _write(self, store: CheckpointStore, drills: StoreDrills) -> None:
-        await self._cluster.write_status(store, changed(store.status, drills=drills))
+    Args:
+        job: The job of the checkpoint, if it exists.
+        own: The Checkpoints of that job.
+    """
+    text, id_ = result.message, checkpoint.id
+    if result.exit is DrillExit.INTACT:
+        text = f"{text}: {result.bytes / _GIB:.3f} GiB in {result.seconds:.1f} s"
+    if result.exit is DrillExit.DAMAGED and id_ is not None:
+        instead = restored_instead(job, own, id_)
+        text = f"{text}. It is quarantined; {describe_instead(instead)}"
+    bad = result.exit in (DrillExit.DAMAGED, DrillExit.NOT_RESTORABLE)
+    kind = EventKind.WARNING if bad or result.verified is None else EventKind.NORMAL
+    return EmitEvent(kind, result.reason, text)

@@ -1,0 +1,174 @@
+"""When a CheckpointStore is probed or listed for a person, and which Events its status causes. Pure.
+
+The operator holds no store keys, so a short-lived pod probes (model/command_pods.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from holdfast_core.api import (
+    CheckpointStore,
+    CheckpointStoreStatus,
+    StoreCondition,
+    StoreFeatures,
+    changed,
+)
+from holdfast_core.contract import StoreVerb
+from holdfast_core.names import LIST_ANNOTATION
+from holdfast_operator.model.actions import EmitEvent, EventKind
+from holdfast_operator.model.command_pods import (
+    CommandFailed,
+    CommandFailure,
+    CommandReport,
+    StoreCommand,
+)
+
+AGAIN_SOONEST = timedelta(seconds=2)
+AGAIN_LATEST = timedelta(minutes=2)
+"""Shortest and longest time between two probes of an unavailable store. Between these limits the wait
+equals the time for which the store had been unavailable at the last probe, so each wait is about twice the
+one before. The first probes come soon because a Secret or the namespace's service account is often created
+just after the store; later ones are rare so that a long outage costs few pods."""
+
+PROBE_FAILED = "ProbeFailed"
+LIST_FAILED = "ListFailed"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    available: bool
+    reason: str
+    message: str
+    features: dict[str, bool] | None
+
+
+def probe_due(store: CheckpointStore, newest_job_start: datetime | None, now: datetime) -> bool:
+    """Return whether the store must be probed now.
+
+    A probe is due after creation or a change of the spec, when a new job uses the store, and from time to
+    time (AGAIN_SOONEST, AGAIN_LATEST) while the store is not available.
+
+    Args:
+        newest_job_start: Creation of the newest job that uses the store and has no round yet.
+    """
+    last_probe = store.status.last_probe
+    if last_probe is None or store.status.observed_generation != store.generation:
+        return True
+    if newest_job_start is not None and newest_job_start > last_probe:
+        return True
+    return store.available is not True and now - last_probe >= _again(store)
+
+
+def next_look_seconds(store: CheckpointStore, now: datetime) -> float | None:
+    """Return the seconds until the next probe is due, or None if only an event can make one due."""
+    last_probe = store.status.last_probe
+    if last_probe is None or store.available is True:
+        return None
+    return max(1.0, (last_probe + _again(store) - now).total_seconds())
+
+
+def _again(store: CheckpointStore) -> timedelta:
+    known, last_probe = store.status.condition(StoreCondition.AVAILABLE), store.status.last_probe
+    if last_probe is None or known is None:
+        return AGAIN_SOONEST
+    return min(max(last_probe - known.last_transition_time, AGAIN_SOONEST), AGAIN_LATEST)
+
+
+def probe_command(store: CheckpointStore) -> StoreCommand:
+    """Return the command of the next probe, or of the one that is under way."""
+    return StoreCommand(StoreVerb.PROBE, seed=f"{store.generation} {store.status.last_probe}")
+
+
+LIST_SECONDS = 3600
+"""Deadline of a list: it reads every manifest, and those of a large gang have a megabyte each."""
+MAX_REQUEST_CHARACTERS = 1024
+
+
+def list_command(store: CheckpointStore) -> StoreCommand | None:
+    """Return the command of the list that a person asks for by an annotation, or None."""
+    request = (store.metadata.annotations or {}).get(LIST_ANNOTATION, "")
+    if not request or len(request) > MAX_REQUEST_CHARACTERS:
+        return None
+    return StoreCommand(StoreVerb.LIST, request, request, LIST_SECONDS)
+
+
+_REASONS = {
+    CommandFailure.SECRET_NOT_FOUND: "SecretNotFound",
+    CommandFailure.REFUSED: "ProbeRefused",
+    CommandFailure.FAILED: PROBE_FAILED,
+}
+
+
+def result_of(state: CommandReport | CommandFailed) -> ProbeResult:
+    """Return the result that the end of the probe's pod means. A report of another form is a failed probe."""
+    if isinstance(state, CommandFailed):
+        return ProbeResult(False, _REASONS[state.failure], state.message, None)
+    available, features = state.data.get("available"), state.data.get("features")
+    if not isinstance(available, bool):
+        text = "the probe's pod failed: its report has no `available` that is true or false"
+        return ProbeResult(False, PROBE_FAILED, text, None)
+    known = ("conditionalPut", "checksum", "multipart", "rangeGet")
+    return ProbeResult(
+        available=available,
+        reason=(state.text("reason") or ("Probed" if available else PROBE_FAILED))[:128],
+        message=state.text("message")[:2000],
+        features=None
+        if not isinstance(features, dict)
+        else {k: v for k in known if isinstance(v := features.get(k), bool)},
+    )
+
+
+def store_status(
+    store: CheckpointStore, result: ProbeResult, now: datetime
+) -> CheckpointStoreStatus:
+    """Return the status for this result. Features on which the probe did not report stay as they are."""
+    known = store.status.features or StoreFeatures()
+    status = store.status.with_condition(
+        StoreCondition.AVAILABLE,
+        result.available,
+        result.reason,
+        result.message,
+        now,
+        store.generation,
+    )
+    return changed(
+        status,
+        features=StoreFeatures.from_dict({**known.to_dict(), **(result.features or {})}),
+        last_probe=now,
+        observed_generation=store.generation,
+    )
+
+
+_GOOD_IF = {
+    StoreCondition.AVAILABLE: True,
+    StoreCondition.LISTED: True,
+    StoreCondition.QUOTA_PRESSURE: False,
+}
+"""Whether true is good, for each condition of a store."""
+
+
+def store_events(
+    before: CheckpointStoreStatus, after: CheckpointStoreStatus
+) -> Iterator[EmitEvent]:
+    """Yield an Event for each condition that is bad for a new reason, or good again.
+
+    Available has one for each change of its value, the first included.
+    """
+    for kind, good in _GOOD_IF.items():
+        old, new = before.condition(kind), after.condition(kind)
+        if new is None or (
+            old is not None and (old.status, old.reason) == (new.status, new.reason)
+        ):
+            continue
+        was_bad = old is not None and (old.is_false if good else old.is_true)
+        is_bad = new.is_false if good else new.is_true
+        is_news = was_bad or is_bad
+        if kind is StoreCondition.AVAILABLE:
+            is_news = old is None or old.status is not new.status
+        if is_news:
+            is_good = new.is_true if good else not new.is_true
+            event = EventKind.NORMAL if is_good else EventKind.WARNING
+            yield EmitEvent(event, new.reason, new.message)
