@@ -20,6 +20,7 @@ from tests.support.operator.builders import raw_job
 
 from holdfast.launcher.pod import RoundRecord
 from holdfast_core.api import Checkpoint, CheckpointStore, TrainingJob
+from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
     ConfigError,
@@ -52,7 +53,7 @@ from holdfast_core.shards.file import (
 from holdfast_core.shards.pack import index_bytes_of, unpack_index
 from holdfast_core.shards.stream import ShardStream
 from holdfast_core.shm.slot_file import SlotHeader, SlotState
-from holdfast_operator.decide.stores import result_of
+from holdfast_operator.decide.stores import with_probe
 from holdfast_operator.model.command_pods import parse_report
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -308,7 +309,11 @@ def _api() -> Iterator[Target]:
     )
     yield Target(
         "probe-message",
-        lambda data: result_of(parse_report(data.decode(errors="surrogateescape"), "the pod")),
+        lambda data: with_probe(
+            CheckpointStore.from_dict(store_object()),
+            parse_report(data.decode(errors="surrogateescape"), "the pod"),
+            SystemClock().utc_now(),
+        ),
         (b'{"available": true, "reason": "Probed", "features": {"checksum": true}}',),
         (),
     )

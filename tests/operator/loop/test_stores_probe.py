@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from holdfast_core.api import CheckpointStore, StoreFeatures, changed
+from holdfast_core.api import CheckpointStore, CheckpointStoreStatus, StoreFeatures, changed
+from holdfast_core.api.base import Condition
 from holdfast_core.contract import ListContract, StoreConfig, StoreVerb
 from holdfast_core.names import LIST_ANNOTATION, LIST_COMPONENT
 from holdfast_operator.decide.stores import (
-    ProbeResult,
     list_command,
     next_look_seconds,
     probe_command,
     probe_due,
-    result_of,
-    store_status,
+    with_probe,
 )
 from holdfast_operator.model.command_pods import (
     CommandUnderway,
@@ -100,14 +99,16 @@ def probe_name(record: CheckpointStore) -> str:
     return probe_command(record).pod_name(record)
 
 
-def result(record: CheckpointStore, seen: CommandView, age: float) -> ProbeResult | None:
+def result(record: CheckpointStore, seen: CommandView, age: float) -> Condition | None:
     state = state_of(seen, probe_command(record), record, age)
-    return None if isinstance(state, CommandUnderway) else result_of(state)
+    if isinstance(state, CommandUnderway):
+        return None
+    return with_probe(record, state, NOW).condition("Available")
 
 
-def answered(text: str) -> ProbeResult:
-    """Return the result of a probe whose pod wrote this termination message."""
-    return result_of(parse_report(text, "the probe's pod"))
+def after(record: CheckpointStore, text: str) -> CheckpointStoreStatus:
+    """Return the status after a probe whose pod wrote this termination message."""
+    return with_probe(record, parse_report(text, "the probe's pod"), NOW)
 
 
 @pytest.mark.parametrize(
@@ -234,24 +235,25 @@ def test_a_missing_secret_is_named_with_a_remedy() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"available": "yes"}', "{", "5"])
 def test_a_hostile_termination_message_is_a_failed_probe(text: str) -> None:
-    assert answered(text).reason == "ProbeFailed"
-    assert answered(text).available is False
+    found = after(store(), text).condition("Available")
+    assert found is not None
+    assert (found.is_false, found.reason) == (True, "ProbeFailed")
 
 
 def test_status_keeps_the_transition_time() -> None:
     record = store(False, "AccessDenied", PROBED)
-    status = store_status(record, answered(ANSWER), NOW)
+    status = after(record, ANSWER)
     assert status.conditions[0].last_transition_time == NOW - timedelta(hours=2)
     assert status.features == StoreFeatures(conditional_put=True, checksum=False)
     assert status.last_probe == NOW
-    now_well = store_status(record, answered('{"available": true}'), NOW)
+    now_well = after(record, '{"available": true}')
     assert now_well.conditions[0].last_transition_time == NOW
 
 
 def test_a_probe_that_fails_early_keeps_the_known_features() -> None:
-    seen = store_status(store(True), answered(ANSWER), NOW)
+    seen = after(store(True), ANSWER)
     again = changed(store(True), status=seen)
-    assert store_status(again, answered("no answer"), NOW).features == seen.features
+    assert after(again, "no answer").features == seen.features
 
 
 def test_a_store_is_available_to_a_job_after_a_probe_of_its_generation() -> None:

@@ -23,7 +23,7 @@ from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER, TRAINER_CONT
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.model import labels
-from holdfast_operator.model.ownership import PROBE_PREFIX, command_prefix
+from holdfast_operator.model.ownership import command_prefix
 from holdfast_operator.sidecars.certificates import KeyPair
 
 T = TypeVar("T")
@@ -145,9 +145,10 @@ class PlayedKubelet:
             return
         for pod in self.pods():
             name, phase = pod["metadata"]["name"], pod["status"].get("phase")
-            answer = self.probe_answer if name.startswith(PROBE_PREFIX) else None
-            if name.startswith(command_prefix(StoreVerb.USAGE)):
-                answer = self.usage_answer
+            answers = {StoreVerb.PROBE: self.probe_answer, StoreVerb.USAGE: self.usage_answer}
+            answer = next(
+                (a for v, a in answers.items() if name.startswith(command_prefix(v))), None
+            )
             if answer is not None and phase == "Pending":
                 try:
                     self.finish_pod(name, answer)

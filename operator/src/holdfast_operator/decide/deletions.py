@@ -31,8 +31,7 @@ from holdfast_core.api import (
 from holdfast_core.contract import DeleteContract
 from holdfast_core.ids import JobUid, age_of
 from holdfast_core.retention import RetentionReason
-from holdfast_core.sources import NoSource, find_source
-from holdfast_core.store_retention import cloned_of, is_stored, needed_in_store, newest_record
+from holdfast_core.store_retention import is_stored, needed_in_store, newest_record
 from holdfast_operator.decide.ends import hanging, has_data
 from holdfast_operator.decide.facts.world import is_over
 
@@ -48,19 +47,10 @@ class StoredObjects:
     """All Checkpoints of the jobs that may have something to delete."""
     gangs: Mapping[JobUid, Gang]
     """The gangs of the namespace that exist and have one of these names."""
-    sources: tuple[Gang, ...]
-    """The gangs that start from a Checkpoint of the namespace, of their own or by a grant."""
+    cloned: Mapping[JobUid, frozenset[str]]
+    """By job: the names of the Checkpoints from which other jobs start."""
     with_pods: Collection[JobUid]
     """Jobs of which there are pods, which may still write to the store."""
-
-    def cloned(self, uid: JobUid) -> frozenset[str]:
-        """Return the names of the Checkpoints from which jobs start, but for the job of this uid."""
-        named = {gang.name: gang for gang in self.gangs.values()}
-
-        def source_of(gang: Gang) -> Checkpoint | NoSource:
-            return find_source(gang, self.checkpoints, named.get(gang.spec.source_job or ""))
-
-        return cloned_of(self.sources, uid, source_of)
 
     def of_jobs(self) -> dict[JobUid, list[Checkpoint]]:
         """Return the Checkpoints that record commits, by job."""
@@ -70,10 +60,6 @@ class StoredObjects:
             if uid is not None and checkpoint.id is not None:
                 found[uid].append(checkpoint)
         return found
-
-    def is_gone(self, uid: JobUid) -> bool:
-        gang = self.gangs.get(uid)
-        return gang is None or gang.deleting
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +114,7 @@ def obstacle(stored: StoredObjects, checkpoint: Checkpoint) -> str | None:
     uid = checkpoint.status.job_uid
     if uid is None:
         return "it does not say which job saved it"
-    if checkpoint.name in stored.cloned(uid):
+    if checkpoint.name in stored.cloned[uid]:
         return "another job starts from it"
     gang = stored.gangs.get(uid)
     if gang is None or gang.deleting or is_over(gang.status):
@@ -194,7 +180,7 @@ def estates(stored: StoredObjects) -> list[Estate]:
         policy = None if newest is None else newest.status.when_deleted
         if uid in stored.gangs or policy in (None, WhenDeleted.RETAIN):
             continue
-        kept = _kept(objects, stored.cloned(uid), policy)
+        kept = _kept(objects, stored.cloned[uid], policy)
         # The newest one has the policy, so its object goes last.
         doomed = tuple(
             c

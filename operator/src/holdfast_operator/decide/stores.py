@@ -5,8 +5,7 @@ The operator holds no store keys, so a short-lived pod probes (model/command_pod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 
 from holdfast_core.api import (
@@ -35,14 +34,6 @@ just after the store; later ones are rare so that a long outage costs few pods."
 
 PROBE_FAILED = "ProbeFailed"
 LIST_FAILED = "ListFailed"
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    available: bool
-    reason: str
-    message: str
-    features: dict[str, bool] | None
 
 
 def probe_due(store: CheckpointStore, newest_job_start: datetime | None, now: datetime) -> bool:
@@ -95,6 +86,7 @@ def list_command(store: CheckpointStore) -> StoreCommand | None:
     return StoreCommand(StoreVerb.LIST, request, request, LIST_SECONDS)
 
 
+_FEATURES = ("conditionalPut", "checksum", "multipart", "rangeGet")
 _REASONS = {
     CommandFailure.SECRET_NOT_FOUND: "SecretNotFound",
     CommandFailure.REFUSED: "ProbeRefused",
@@ -102,41 +94,31 @@ _REASONS = {
 }
 
 
-def result_of(state: CommandReport | CommandFailed) -> ProbeResult:
-    """Return the result that the end of the probe's pod means. A report of another form is a failed probe."""
-    if isinstance(state, CommandFailed):
-        return ProbeResult(False, _REASONS[state.failure], state.message, None)
-    available, features = state.data.get("available"), state.data.get("features")
-    if not isinstance(available, bool):
-        text = "the probe's pod failed: its report has no `available` that is true or false"
-        return ProbeResult(False, PROBE_FAILED, text, None)
-    known = ("conditionalPut", "checksum", "multipart", "rangeGet")
-    return ProbeResult(
-        available=available,
-        reason=(state.text("reason") or ("Probed" if available else PROBE_FAILED))[:128],
-        message=state.text("message")[:2000],
-        features=None
-        if not isinstance(features, dict)
-        else {k: v for k in known if isinstance(v := features.get(k), bool)},
-    )
-
-
-def store_status(
-    store: CheckpointStore, result: ProbeResult, now: datetime
+def with_probe(
+    store: CheckpointStore, state: CommandReport | CommandFailed, now: datetime
 ) -> CheckpointStoreStatus:
-    """Return the status for this result. Features on which the probe did not report stay as they are."""
-    known = store.status.features or StoreFeatures()
+    """Return the status after the end of a probe's pod. A report of another form is a failed probe.
+
+    Features on which the probe did not report stay as they are.
+    """
+    available, reason = False, PROBE_FAILED
+    features = (store.status.features or StoreFeatures()).to_dict()
+    if isinstance(state, CommandFailed):
+        reason, text = _REASONS[state.failure], state.message
+    elif not isinstance(state.data.get("available"), bool):
+        text = "the probe's pod failed: its report has no `available` that is true or false"
+    else:
+        available, text = state.data["available"], state.text("message")[:2000]
+        reason = (state.text("reason") or ("Probed" if available else PROBE_FAILED))[:128]
+        found = state.data.get("features")
+        known = found if isinstance(found, Mapping) else {}
+        features |= {k: v for k in _FEATURES if isinstance(v := known.get(k), bool)}
     status = store.status.with_condition(
-        StoreCondition.AVAILABLE,
-        result.available,
-        result.reason,
-        result.message,
-        now,
-        store.generation,
+        StoreCondition.AVAILABLE, available, reason, text, now, store.generation
     )
     return changed(
         status,
-        features=StoreFeatures.from_dict({**known.to_dict(), **(result.features or {})}),
+        features=StoreFeatures.from_dict(features),
         last_probe=now,
         observed_generation=store.generation,
     )

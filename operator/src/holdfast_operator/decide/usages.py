@@ -9,6 +9,7 @@ Between two listings the numbers stay as they are. A quota whose store was not l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -145,101 +146,97 @@ def _usage(
     """Return what a report says. Raises ValueError, TypeError, KeyError or AttributeError."""
     jobs = tuple(
         JobUsageStatus(
-            namespace=_text(namespace),
-            uid=JobUid(_text(uid)),
-            name=names.get(JobUid(uid)),
-            bytes=_count(size),
-            objects=_count(objects),
+            namespace=namespace, uid=uid, name=names.get(uid), bytes=size, objects=objects
         )
         for namespace, uid, size, objects in data["jobs"][:MAX_LISTED_JOBS]
     )
-    total = _count(data["bytes"])
     return UsageStatus(
         listed_at=now,
         location=where[:1024],
-        bytes=total,
-        objects=_count(data["objects"]),
-        checkpoints=_count(data["checkpoints"]),
+        bytes=data["bytes"],
+        objects=data["objects"],
+        checkpoints=data["checkpoints"],
         namespaces=tuple(
-            NamespaceUsageStatus(namespace=_text(name), bytes=_count(size), objects=_count(objects))
+            NamespaceUsageStatus(namespace=name, bytes=size, objects=objects)
             for name, size, objects in data["namespaces"][:MAX_LISTED_NAMESPACES]
         ),
         jobs=jobs,
-        other_bytes=max(0, total - sum(job.bytes for job in jobs)),
+        other_bytes=max(0, data["bytes"] - sum(job.bytes for job in jobs)),
         orphans=tuple(
             OrphanStatus(
-                kind=_text(kind)[:32],
-                bytes=_count(found["bytes"]),
-                objects=_count(found["objects"]),
-                oldest_seconds=_count(found["oldestSeconds"]),
+                kind=kind[:32],
+                bytes=found["bytes"],
+                objects=found["objects"],
+                oldest_seconds=found["oldestSeconds"],
             )
             for kind, found in list(data["orphans"].items())[:8]
-            if _count(found["objects"])
+            if found["objects"]
         ),
-        swept_bytes=_count(data["swept"]["bytes"]),
+        swept_bytes=data["swept"]["bytes"],
     )
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected a number, found {str(value)[:40]!r}")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or len(value) > 128:
-        raise ValueError(f"expected a short text, found {str(value)[:40]!r}")
-    return value
 
 
 # --------------------------------------------------------------------------- quota
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """How much of one limit is used."""
+class Held:
+    """What somebody holds in the store."""
 
     what: str
     """For people: the store, a namespace or a job."""
-    limit_name: str
-    limit_bytes: int
-    used_bytes: int
+    bytes: int
     namespace: str | None = None
     job_uid: JobUid | None = None
 
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How much of one limit is used."""
+
+    held: Held
+    limit_name: str
+    limit_bytes: int
+
     @property
     def ratio(self) -> float:
-        return self.used_bytes / max(1, self.limit_bytes)
+        return self.held.bytes / max(1, self.limit_bytes)
 
     def __str__(self) -> str:
         return (
-            f"{self.what}: {size_text(self.used_bytes)} of {size_text(self.limit_bytes)} "
+            f"{self.held.what}: {size_text(self.held.bytes)} of {size_text(self.limit_bytes)} "
             f"({self.limit_name}, {self.ratio:.0%})"
         )
 
 
+def _uses(
+    store: CheckpointStore, whole: Held, namespaces: Iterable[Held], jobs: Iterable[Held]
+) -> list[Use]:
+    """Return how much of each limit of the quota is used. It is empty without a quota."""
+    quota = store.spec.quota
+    if quota is None:
+        return []
+    limits = (
+        ("quota.bytes", quota.bytes, (whole,)),
+        ("quota.perNamespace", quota.per_namespace, namespaces),
+        ("quota.perJob", quota.per_job, jobs),
+    )
+    return [
+        Use(held, name, parse_quantity_bytes(limit))
+        for name, limit, found in limits
+        if limit is not None
+        for held in found
+    ]
+
+
 def uses(store: CheckpointStore) -> list[Use]:
     """Return how much of each limit is used, by the listing. It is empty without quota or listing."""
-    quota, usage = store.spec.quota, store.status.usage
-    if quota is None or usage is None or usage.location != location(store):
+    usage = store.status.usage
+    if usage is None or usage.location != location(store):
         return []
-    found = list[Use]()
-    if quota.bytes is not None:
-        limit = parse_quantity_bytes(quota.bytes)
-        found.append(Use("the store", "quota.bytes", limit, usage.bytes))
-    if quota.per_namespace is not None:
-        limit, name = parse_quantity_bytes(quota.per_namespace), "quota.perNamespace"
-        found += (
-            Use(f"namespace {one.namespace}", name, limit, one.bytes, one.namespace)
-            for one in usage.namespaces
-        )
-    if quota.per_job is not None:
-        limit, name = parse_quantity_bytes(quota.per_job), "quota.perJob"
-        found += (
-            Use(f"job {one.name or one.uid}", name, limit, one.bytes, one.namespace, one.uid)
-            for one in usage.jobs
-        )
-    return found
+    namespaces = (Held(f"namespace {n.namespace}", n.bytes, n.namespace) for n in usage.namespaces)
+    jobs = (Held(f"job {j.name or j.uid}", j.bytes, j.namespace, j.uid) for j in usage.jobs)
+    return _uses(store, Held("the store", usage.bytes), namespaces, jobs)
 
 
 def pinned_uses(store: CheckpointStore, pinned: Iterable[Checkpoint]) -> list[Use]:
@@ -247,30 +244,16 @@ def pinned_uses(store: CheckpointStore, pinned: Iterable[Checkpoint]) -> list[Us
 
     Chunks that checkpoints share are counted for each, so the pins may hold less.
     """
-    quota, of_job, total = store.spec.quota, dict[tuple[str, JobUid], int](), 0
-    if quota is None:
-        return []
+    of_job, total = Counter[tuple[str, JobUid]](), 0
     for checkpoint in pinned:
         size, uid = checkpoint.status.bytes or 0, checkpoint.status.job_uid
         total += size
         if uid is not None:
-            key = (checkpoint.job, uid)
-            of_job[key] = of_job.get(key, 0) + size
-    found = list[Use]()
-    if quota.bytes is not None:
-        found.append(Use("pins", "quota.bytes", parse_quantity_bytes(quota.bytes), total))
-    if quota.per_namespace is not None:
-        limit = parse_quantity_bytes(quota.per_namespace)
-        found.append(
-            Use(f"pins of namespace {store.namespace}", "quota.perNamespace", limit, total)
-        )
-    if quota.per_job is not None:
-        limit = parse_quantity_bytes(quota.per_job)
-        found += (
-            Use(f"pins of job {job}", "quota.perJob", limit, size)
-            for (job, _), size in sorted(of_job.items())
-        )
-    return [use for use in found if use.used_bytes > use.limit_bytes]
+            of_job[checkpoint.job, uid] += size
+    namespace = Held(f"pins of namespace {store.namespace}", total)
+    jobs = (Held(f"pins of job {job}", size) for (job, _), size in sorted(of_job.items()))
+    found = _uses(store, Held("pins", total), (namespace,), jobs)
+    return [use for use in found if use.held.bytes > use.limit_bytes]
 
 
 def quota_is_new(store: CheckpointStore) -> bool:
@@ -299,14 +282,14 @@ def with_quota(
         text = "spec.quota is not set"
         return status.with_condition(kind, False, Reason.NO_QUOTA, text, now, store.generation)
     found = sorted(uses(store), key=lambda use: -use.ratio)
-    reached = [use for use in found if use.used_bytes >= use.limit_bytes]
+    reached = [use for use in found if use.held.bytes >= use.limit_bytes]
     status = changed(
         status,
         reached_quotas=tuple(
             ReachedQuota(
-                namespace=use.namespace,
-                job_uid=use.job_uid,
-                bytes=use.used_bytes,
+                namespace=use.held.namespace,
+                job_uid=use.held.job_uid,
+                bytes=use.held.bytes,
                 limit_bytes=use.limit_bytes,
             )
             for use in reached

@@ -129,13 +129,13 @@ class Deletions:
         names = {c.job for c in group}
         objects = [c for job in names for c in self._cache.checkpoints.of(namespace, job)]
         gangs = {g.uid: g for job in names for g in self._cache.jobs.of_name(namespace, job)}
-        uids = {c.status.job_uid for c in objects if c.status.job_uid is not None}
-        pods = self._cache.pods
+        names_by_uid = {uid: c.job for c in objects if (uid := c.status.job_uid) is not None}
+        cache = self._cache
         return StoredObjects(
             tuple(objects),
             gangs,
-            self._cache.clones(namespace),
-            {uid for uid in uids if pods.workers(namespace, uid)},
+            {uid: cache.cloned(namespace, job, uid) for uid, job in names_by_uid.items()},
+            {uid for uid in names_by_uid if cache.pods.workers(namespace, uid)},
         )
 
     # ------------------------------------------------------------------ what cannot be deleted

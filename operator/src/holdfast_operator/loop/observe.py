@@ -22,8 +22,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import FIRST_SPARE, JobUid, RestartRound, Worker
 from holdfast_core.names import job_prefix
-from holdfast_core.sources import NoSource, find_source
-from holdfast_core.store_retention import cloned_of, needs_source
+from holdfast_core.store_retention import needs_source
 from holdfast_operator.apply.apply import Present
 from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.facts.scheduling import wanted_group
@@ -111,8 +110,8 @@ class Observer:
             coordinator=self._sidecars.coordinator_state(job.uid),
             checkpoints=self._checkpoints(job),
             foreign=self._foreign(job),
-            cloned=self._cloned(job),
-            source=self._source_job(job),
+            cloned=self._cache.cloned(job.namespace, job.name, job.uid),
+            source=self._cache.source_job(job),
             store=self._store(job),
             sidecar=self._sidecar,
             secrets=self._present.secrets(job.uid),
@@ -284,22 +283,6 @@ class Observer:
             stores = tuple(s for s in stores if found.status.store in (None, s.name))
         places = tuple(place_of(store_config(s)) for s in stores)
         return ForeignSource(namespace, granted=True, checkpoint=found, places=places)
-
-    def _source_job(self, job: Gang) -> Gang | None:
-        """Return the present gang of the name in spec.restoreFrom.jobRef, or None."""
-        name = job.spec.source_job
-        named = [] if name is None else self._cache.jobs.of_name(job.namespace, name)
-        return next((j for j in named if j.uid != job.uid), None)
-
-    def _cloned(self, job: Gang) -> frozenset[str]:
-        """Return the names of this job's Checkpoints, and of others, from which other jobs start."""
-        starting = self._cache.clones(job.namespace)
-        of_it = (j for j in starting if j.spec.source_job in (None, job.name))
-        return cloned_of(of_it, job.uid, self._source_of)
-
-    def _source_of(self, job: Gang) -> Checkpoint | NoSource:
-        found = self._cache.checkpoints.of(job.namespace, job.spec.source_job)
-        return find_source(job, found, self._source_job(job))
 
     def _checkpoints(self, job: Gang) -> tuple[Checkpoint, ...]:
         own = self._cache.checkpoints.of(job.namespace, job.name)

@@ -126,8 +126,7 @@ class Stores:
         state = await self.commands.run(store, stores.probe_command(store), due=due)
         result = present.result(StoreVerb.PROBE, state)
         if result is not None:
-            status = stores.store_status(store, stores.result_of(result), present.now)
-            present.store = changed(store, status=status)
+            present.store = changed(store, status=stores.with_probe(store, result, present.now))
 
     async def _drill(self, present: _Pass) -> None:
         """Begin, follow or end a drill. The status of its Checkpoint is written before that of the store."""

@@ -51,9 +51,6 @@ def command_prefix(verb: StoreVerb) -> str:
     return f"holdfast-{verb}-"
 
 
-PROBE_PREFIX = command_prefix(StoreVerb.PROBE)
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
     """Job, worker index and birth round of a pod, from its name and its controller reference."""

@@ -43,6 +43,8 @@ from holdfast_core.api import (
 from holdfast_core.clock import Clock
 from holdfast_core.contract import StoreVerb
 from holdfast_core.ids import JobUid
+from holdfast_core.sources import NoSource, find_source
+from holdfast_core.store_retention import cloned_of
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
 from holdfast_operator.model.command_pods import CommandView
@@ -451,6 +453,21 @@ class ClusterCache:
         """
         found = self.jobs.with_source(namespace)
         return tuple(g for g in found if g.namespace == namespace or self.is_granted(g, namespace))
+
+    def source_job(self, job: Gang) -> Gang | None:
+        """Return the present gang of the name in spec.restoreFrom.jobRef, or None."""
+        name = job.spec.source_job
+        named = [] if name is None else self.jobs.of_name(job.namespace, name)
+        return next((j for j in named if j.uid != job.uid), None)
+
+    def cloned(self, namespace: str, job: str, uid: JobUid) -> frozenset[str]:
+        """Return the names of this job's Checkpoints, and of others, from which other jobs start."""
+        starting = (j for j in self.clones(namespace) if j.spec.source_job in (None, job))
+        return cloned_of(starting, uid, self._source_of)
+
+    def _source_of(self, job: Gang) -> Checkpoint | NoSource:
+        found = self.checkpoints.of(job.namespace, job.spec.source_job)
+        return find_source(job, found, self.source_job(job))
 
     def is_granted(self, job: Gang, namespace: str) -> bool:
         """Return whether a grant of that namespace lets the job start from the Checkpoint that it names."""
