@@ -92,6 +92,27 @@ def with_phase(
     return status
 
 
+def moved(
+    checkpoint: Checkpoint,
+    phase: CheckpointPhase,
+    now: Now,
+    reason: Reason | None = None,
+    message: str = "",
+) -> CheckpointStatus:
+    """Return the status of a Checkpoint that moves to that phase. What it records does not change."""
+    status = checkpoint.status
+    return with_phase(
+        status,
+        phase,
+        now,
+        pinned=checkpoint.spec.pin,
+        persisted=checkpoint.persisted,
+        copied=status.is_true(CheckpointCondition.REPLICATED),
+        reason=reason,
+        message=message,
+    )
+
+
 def imported(checkpoint: Checkpoint, now: Now) -> CheckpointStatus | None:
     """Return the first status of a Checkpoint that was imported from a store, or None if it needs none."""
     stored = checkpoint.spec.stored
@@ -227,10 +248,8 @@ def marks(world: World) -> list[Action]:
         if id_ is not None:
             status = look.marked(checkpoint, id_)
         elif status.phase is None and checkpoint.spec.step is None and not checkpoint.deleting:
-            phase, text = CheckpointPhase.REQUESTED, "it is saved as soon as the job trains"
-            status = with_phase(
-                status, phase, world.now, pinned=checkpoint.spec.pin, copied=False, message=text
-            )
+            text = "it is saved as soon as the job trains"
+            status = moved(checkpoint, CheckpointPhase.REQUESTED, world.now, message=text)
         elif checkpoint.spec.step is not None and status.phase is None:
             note = unsaved(checkpoint, world.now)
             if note is not None:
@@ -263,15 +282,7 @@ class _Look:
             if status.phase is CheckpointPhase.DELETING:
                 return status
             text = "it was deleted; the object goes when its data is deleted, or cannot be"
-            return with_phase(
-                status,
-                CheckpointPhase.DELETING,
-                self._world.now,
-                pinned=checkpoint.spec.pin,
-                persisted=checkpoint.persisted,
-                copied=status.is_true(CheckpointCondition.REPLICATED),
-                message=text,
-            )
+            return moved(checkpoint, CheckpointPhase.DELETING, self._world.now, message=text)
         pinned = checkpoint.spec.pin
         if status.is_true(CheckpointCondition.PINNED) is not pinned:
             why = Reason.PINNED if pinned else Reason.NOT_PINNED
@@ -448,17 +459,8 @@ def _moved(
     message: str = "",
     finalizers: tuple[str, ...] = (),
 ) -> DesiredObject:
-    """Return the change of this Checkpoint object to that phase. What it records does not change."""
-    status = with_phase(
-        checkpoint.status,
-        phase,
-        world.now,
-        pinned=checkpoint.spec.pin,
-        persisted=checkpoint.persisted,
-        copied=checkpoint.status.is_true(CheckpointCondition.REPLICATED),
-        reason=reason,
-        message=message,
-    )
+    """Return the change of this Checkpoint object to that phase."""
+    status = moved(checkpoint, phase, world.now, reason, message)
     return DesiredObject(render_change(checkpoint, status, finalizers=finalizers))
 
 

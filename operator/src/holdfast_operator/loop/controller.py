@@ -36,6 +36,7 @@ from holdfast_operator.decide.checkpoints import (
     SETTLE_SECONDS,
     WRITES_PER_PASS,
     imported,
+    moved,
     unsaved,
 )
 from holdfast_operator.decide.decide import decide
@@ -43,7 +44,7 @@ from holdfast_operator.decide.facts.scheduling import leaving
 from holdfast_operator.kube.api import ConflictError, KubeApi
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.kube.leadership import LeaseThread
-from holdfast_operator.loop.deletions import Deletions, write_phase
+from holdfast_operator.loop.deletions import Deletions
 from holdfast_operator.loop.observe import Observer, Owners, SilenceChecks, TemplateChecks
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.workqueue import WorkQueue
@@ -331,8 +332,8 @@ class Controller:
         for checkpoint in [c for c in known if c.id is None][:WRITES_PER_PASS]:
             note = unsaved(checkpoint, now)
             if note is not None:
-                failed, (reason, text) = CheckpointPhase.FAILED, note
-                await write_phase(self._cluster, checkpoint, failed, now, text, reason)
+                status = moved(checkpoint, CheckpointPhase.FAILED, now, *note)
+                await self._cluster.write_status(checkpoint, status)
             waits |= note is None and checkpoint.status.phase is not CheckpointPhase.FAILED
         return SETTLE_SECONDS if waits else None
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from holdfast_core import logs
 from holdfast_core.api import (
     Checkpoint,
-    CheckpointCondition,
     CheckpointPhase,
     CheckpointStore,
 )
@@ -21,7 +20,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.contract import StoreVerb
 from holdfast_core.names import first_of, job_prefix
 from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
-from holdfast_operator.decide.checkpoints import WRITES_PER_PASS, with_phase
+from holdfast_operator.decide.checkpoints import WRITES_PER_PASS, moved
 from holdfast_operator.decide.deletions import (
     Deletion,
     Estate,
@@ -70,35 +69,27 @@ class _Progress:
     """Contracts of deleted jobs that a pod has carried out. Their objects are still being deleted."""
 
 
+@dataclass(frozen=True, slots=True)
 class Deletions:
     """Reconciler of the deletions in CheckpointStores."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        cache: ClusterCache,
-        events: Events,
-        commands: CommandRuns,
-        release: Release,
-        clock: Clock,
-    ) -> None:
-        self._cluster = cluster
-        self._cache = cache
-        self._events = events
-        self._commands = commands
-        self._release = release
-        self._clock = clock
-        self._seen: dict[str, float] = {}
-        """Monotonic seconds at which this process first saw a deleted object, by uid."""
-        self._progress: dict[tuple[str, str], _Progress] = {}
-        """By namespace and name of the store."""
+    cluster: Cluster
+    cache: ClusterCache
+    events: Events
+    commands: CommandRuns
+    release: Release
+    clock: Clock
+    _seen: dict[str, float] = field(default_factory=dict)
+    """Monotonic seconds at which this process first saw a deleted object, by uid."""
+    _progress: dict[tuple[str, str], _Progress] = field(default_factory=dict)
+    """By namespace and name of the store."""
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Run one pass. Return the seconds after which the next one is due, or None. Raises HoldfastError."""
-        group = self._cache.checkpoints.of("delete", namespace, name)
-        store = self._cache.stores.get(namespace, name)
+        group = self.cache.checkpoints.of("delete", namespace, name)
+        store = self.cache.stores.get(namespace, name)
         if store is None or store.deleting:
-            hidden = self._cache.unreadable.get(CheckpointStore.KIND, namespace, name) is not None
+            hidden = self.cache.unreadable.get(CheckpointStore.KIND, namespace, name) is not None
             return await self._without_store(namespace, name, group, hidden=hidden)
         stored = self._gather(namespace, group)
         progress = self._progress.setdefault((namespace, name), _Progress())
@@ -106,7 +97,7 @@ class Deletions:
         if progress.running is None:
             found = await self._due(store, stored, progress) if group else None
             if found is None:
-                await self._commands.end(store, StoreVerb.DELETE)  # of an earlier process
+                await self.commands.end(store, StoreVerb.DELETE)  # of an earlier process
                 going = any(c.status.phase is CheckpointPhase.DELETING or c.deleting for c in group)
                 return WAITING_SECONDS if going or estates(stored) else None
             progress.running = found
@@ -120,17 +111,17 @@ class Deletions:
         if store.available is False:
             progress.why = f"CheckpointStore {store.name} is not available"
             return None
-        if self._clock.monotonic() < progress.again_at:
+        if self.clock.monotonic() < progress.again_at:
             return None
         wanted = [*deletions(stored), *await self._of_estates(store, stored, progress)]
         return wanted[progress.failures % len(wanted)] if wanted else None
 
     def _gather(self, namespace: str, group: tuple[Checkpoint, ...]) -> StoredObjects:
         names = {c.job for c in group}
-        objects = [c for job in names for c in self._cache.checkpoints.of(namespace, job)]
-        gangs = {g.uid: g for job in names for g in self._cache.jobs.of_name(namespace, job)}
+        objects = [c for job in names for c in self.cache.checkpoints.of(namespace, job)]
+        gangs = {g.uid: g for job in names for g in self.cache.jobs.of_name(namespace, job)}
         names_by_uid = {uid: c.job for c in objects if (uid := c.status.job_uid) is not None}
-        cache = self._cache
+        cache = self.cache
         return StoredObjects(
             tuple(objects),
             gangs,
@@ -155,7 +146,7 @@ class Deletions:
         return WAITING_SECONDS if held(stored) else None
 
     async def _let_late_ones_go(self, stored: StoredObjects, progress: _Progress) -> None:
-        now, waiting = self._clock.monotonic(), held(stored)
+        now, waiting = self.clock.monotonic(), held(stored)
         busy = () if progress.running is None else [c.uid for c in progress.running.objects]
         late = [
             c
@@ -168,11 +159,11 @@ class Deletions:
             await self._let_go(checkpoint, f"{why}, for {RELEASE_SECONDS:.0f} s")
 
     async def _let_go(self, checkpoint: Checkpoint, why: str) -> None:
-        await self._release(checkpoint.namespace, checkpoint.name, checkpoint.uid)
+        await self.release(checkpoint.namespace, checkpoint.name, checkpoint.uid)
         self._seen.pop(checkpoint.uid, None)
         text = kept_data(checkpoint, why)
         if text is not None:
-            await self._events.emit(checkpoint, EventKind.WARNING, Reason.DATA_KEPT, text)
+            await self.events.emit(checkpoint, EventKind.WARNING, Reason.DATA_KEPT, text)
             logs.warning(text, namespace=checkpoint.namespace)
 
     # ------------------------------------------------------------------ the pod
@@ -181,7 +172,7 @@ class Deletions:
         """Start the pod, or look at it, and carry out what its end means."""
         wanted = progress.running
         assert wanted is not None
-        state = await self._commands.run(store, _command(wanted, progress.runs))
+        state = await self.commands.run(store, _command(wanted, progress.runs))
         if state is None or isinstance(state, CommandUnderway):
             return LOOK_AGAIN_SECONDS
         why = _failure(state)
@@ -190,21 +181,21 @@ class Deletions:
         else:
             await self._failed(store, wanted, progress, state, why)
         progress.running = None
-        await self._commands.end(store, StoreVerb.DELETE)
+        await self.commands.end(store, StoreVerb.DELETE)
         return LOOK_AGAIN_SECONDS
 
     async def _succeeded(self, store: CheckpointStore, done: Deletion, progress: _Progress) -> None:
-        progress.moved_at, progress.failures = self._clock.monotonic(), 0
+        progress.moved_at, progress.failures = self.clock.monotonic(), 0
         progress.again_at, progress.why = 0.0, ""
         if done.contract.keep is None:
             for checkpoint in done.objects:
-                await self._release(checkpoint.namespace, checkpoint.name, checkpoint.uid)
+                await self.release(checkpoint.namespace, checkpoint.name, checkpoint.uid)
                 self._seen.pop(checkpoint.uid, None)
         else:
             progress.emptied.add(done.contract.to_json())
         steps = first_of([str(c.id) for c in done.objects])
         text = f"the data of job {done.job} (uid {done.contract.job_uid}) is deleted: {steps}"
-        await self._events.emit(store, EventKind.NORMAL, Reason.DATA_DELETED, text)
+        await self.events.emit(store, EventKind.NORMAL, Reason.DATA_DELETED, text)
         logs.info(text, namespace=store.namespace, store=store.name)
 
     async def _failed(
@@ -215,13 +206,13 @@ class Deletions:
         state: CommandState,
         why: str,
     ) -> None:
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         shortest, longest = AGAIN_SECONDS
         progress.again_at = now + min(shortest * 2**progress.failures, longest)
         progress.failures += 1
         progress.why = why
         text = f"deleting data of job {wanted.job} failed, and is tried again: {why}"
-        await self._events.emit(store, EventKind.WARNING, Reason.DELETE_FAILED, text)
+        await self.events.emit(store, EventKind.WARNING, Reason.DELETE_FAILED, text)
         logs.warning(text, namespace=store.namespace, store=store.name)
         if _never_starts(state) and wanted.contract.keep is None:
             for checkpoint in wanted.objects:
@@ -237,7 +228,7 @@ class Deletions:
         for estate in estates(stored):
             if self._may_change(store.namespace, estate, stored):
                 continue
-            if await self._cluster.job_exists(store.namespace, estate.job, estate.job_uid):
+            if await self.cluster.job_exists(store.namespace, estate.job, estate.job_uid):
                 continue  # the copies lag, and nothing undoes a deletion
             unmarked, found = estate.unmarked(), estate.deletion()
             if unmarked:
@@ -246,7 +237,7 @@ class Deletions:
                 due.append(found)
             else:
                 for checkpoint in estate.doomed[:WRITES_PER_PASS]:
-                    await self._cluster.delete(
+                    await self.cluster.delete(
                         Checkpoint.KIND, checkpoint.namespace, checkpoint.name, checkpoint.uid
                     )
         return due
@@ -256,46 +247,25 @@ class Deletions:
 
         A job that cannot be parsed exists.
         """
-        prefix, hidden = job_prefix(estate.job, estate.job_uid), self._cache.unreadable
+        prefix, hidden = job_prefix(estate.job, estate.job_uid), self.cache.unreadable
         uids = {u.uid for u in hidden.all() if u.namespace == namespace}
         if estate.job_uid in uids or hidden.of(Checkpoint.KIND, namespace, prefix):
             return True
         if estate.job_uid not in stored.with_pods:
             return False
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         return now - self._seen.setdefault(estate.job_uid, now) < RELEASE_SECONDS
 
     async def _mark(
         self, estate: Estate, unmarked: list[tuple[Checkpoint, CheckpointPhase]]
     ) -> None:
-        now = Now(self._clock.monotonic(), self._clock.utc_now())
+        now = Now(self.clock.monotonic(), self.clock.utc_now())
         for checkpoint, phase in unmarked:
             message = ""
             if phase is CheckpointPhase.DELETING:
                 message = f"its job was deleted, and retention.whenDeleted was {estate.policy}"
-            await write_phase(self._cluster, checkpoint, phase, now, message)
-
-
-async def write_phase(
-    cluster: Cluster,
-    checkpoint: Checkpoint,
-    phase: CheckpointPhase,
-    now: Now,
-    message: str,
-    reason: Reason | None = None,
-) -> None:
-    """Write the phase of a Checkpoint whose job has no pass. Raises ConflictError and ApiError."""
-    status = with_phase(
-        checkpoint.status,
-        phase,
-        now,
-        pinned=checkpoint.spec.pin,
-        persisted=checkpoint.persisted,
-        copied=checkpoint.status.is_true(CheckpointCondition.REPLICATED),
-        reason=reason,
-        message=message,
-    )
-    await cluster.write_status(checkpoint, status)
+            status = moved(checkpoint, phase, now, message=message)
+            await self.cluster.write_status(checkpoint, status)
 
 
 def _command(wanted: Deletion, run: int) -> StoreCommand:
