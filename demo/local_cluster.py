@@ -24,6 +24,7 @@ from holdfast_core.api import (
     CheckpointStatus,
     Gang,
     TrainingJob,
+    TrainingJobStatus,
     changed,
 )
 from holdfast_core.clock import SystemClock
@@ -50,7 +51,6 @@ from holdfast_operator.model.actions import (
     EmitEvent,
     OutgoingRound,
     ReleasePod,
-    StatusWrite,
 )
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import (
@@ -237,12 +237,12 @@ class LocalCluster:
 
     # ------------------------------------------------------------ effects on Kubernetes
 
-    async def write_status(self, job: Gang, write: StatusWrite) -> None:
-        if write.resource_version != self.job.resource_version:
-            raise ConflictError(f"status of {job.name}: {write.resource_version} is not the newest")
+    async def write_status(self, job: Gang, status: TrainingJobStatus) -> None:
+        if job.resource_version != self.job.resource_version:
+            raise ConflictError(f"status of {job.name}: {job.resource_version} is not the newest")
         version = str(int(self.job.resource_version) + 1)
         metadata = changed(self.job.metadata, resource_version=version)
-        self.job = changed(self.job, metadata=metadata, status=write.status)
+        self.job = changed(self.job, metadata=metadata, status=status)
         self._wake.set()
 
     async def pod_is_gone(self, job: Gang, name: str) -> bool:

@@ -27,7 +27,6 @@ from holdfast_operator.model.actions import (
     EmitEvent,
     EventKind,
     ReleasePod,
-    StatusWrite,
     WriteStatus,
 )
 from holdfast_operator.model.installation import SidecarSettings
@@ -40,8 +39,8 @@ from holdfast_operator.model.render import (
     render_service,
 )
 
-WRITE = WriteStatus("7", TrainingJobStatus())
-BEGIN = BeginRound("7", TrainingJobStatus(), confirm_gone=("job-l2msg4-1-r0",))
+WRITE = WriteStatus(TrainingJobStatus())
+BEGIN = BeginRound(TrainingJobStatus(), confirm_gone=("job-l2msg4-1-r0",))
 SIDECAR = SidecarSettings("example/sidecar:1")
 SERVICE = DesiredObject(render_service(job(2)))
 CERTIFICATES = DesiredObject(render_certificates(job(2), "certs"), ("job-l2msg4-0-r0",))
@@ -94,7 +93,7 @@ class Recorder:
         self.calls.append(f"call {call.path}")
         return self.pruned and call.path is CallPath.PRUNE
 
-    async def write_status(self, job: Any, write: StatusWrite) -> None:
+    async def write_status(self, job: Any, status: TrainingJobStatus) -> None:
         self._do("write the status")
 
     async def put(self, job: Any, wanted: DesiredObject) -> None:

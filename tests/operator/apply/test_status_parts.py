@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import NAMESPACE, START, condition, job, raw_job
+from tests.support.operator.builders import NAMESPACE, START, condition, job, metadata, raw_job
 from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.api import (
@@ -49,7 +49,7 @@ AFTER = changed(
     ),
 )
 
-
+READ = metadata(job(status=BEFORE), resource_version="1")
 KEY = ("trainingjobs", NAMESPACE, "job")
 
 
@@ -70,7 +70,7 @@ def server(takes: Callable[[str], bool], status: int = 422) -> FakeApi:
 @pytest.mark.parametrize("refused", ["-1.0", "-5.0", "x" * 200, '"the message"'])
 def test_a_refused_detail_is_left_as_it_was(refused: str) -> None:
     api = server(lambda text: refused not in text)
-    reply, written = asyncio.run(write_status(Cluster(api), job(status=BEFORE), "1", AFTER))
+    reply, written = asyncio.run(write_status(Cluster(api), READ, AFTER))
     assert reply["metadata"]["resourceVersion"] == api.version
     assert written.restart_round == 4
     assert (written.step, written.goodput) == (7, GoodputStatus(ratio=1.0))
@@ -83,5 +83,12 @@ def test_a_refused_detail_is_left_as_it_was(refused: str) -> None:
 def test_a_write_that_is_refused_as_a_whole_fails(status: int, asked: int) -> None:
     api = server(lambda text: False, status)
     with pytest.raises((ApiError, ConflictError)):
-        asyncio.run(write_status(Cluster(api), job(status=BEFORE), "1", AFTER))
+        asyncio.run(write_status(Cluster(api), READ, AFTER))
     assert len(api.requests) == asked
+
+
+def test_a_job_that_has_changed_since_it_was_read_is_not_written() -> None:
+    api = server(lambda text: True)
+    with pytest.raises(ConflictError):
+        asyncio.run(write_status(Cluster(api), job(status=BEFORE), AFTER))
+    assert api.objects[KEY]["status"]["restartRound"] == 3

@@ -68,7 +68,7 @@ _DETAILS = frozenset({JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOT
 
 
 async def write_status(
-    cluster: Cluster, job: Gang, resource_version: str, status: TrainingJobStatus
+    cluster: Cluster, job: Gang, status: TrainingJobStatus
 ) -> tuple[Mapping[str, Any], TrainingJobStatus]:
     """Write the status. If the API server refuses it as invalid, write it again with the present details.
 
@@ -76,13 +76,13 @@ async def write_status(
         The job as the API server has it then, and the status that was written.
 
     Raises:
-        ConflictError: The job is gone, or no longer at `resource_version`.
+        ConflictError: The job is gone, or has changed since it was read.
         ApiError: The API server refused the write for another reason, or refused the second one as well.
     """
 
     async def write(wanted: TrainingJobStatus) -> Mapping[str, Any]:
         reply: Mapping[str, Any] = await cluster.patch_status(
-            job.KIND, job.namespace, job.name, resource_version, merge_patch(wanted)
+            job.KIND, job.namespace, job.name, job.resource_version, merge_patch(wanted)
         )
         return reply
 
@@ -133,11 +133,11 @@ class Effects(Protocol):
     keeps the replies of sidecars, which are part of the next Observed. The reply to a prune is the exception.
     """
 
-    async def write_status(self, job: Gang, write: StatusWrite) -> None:
+    async def write_status(self, job: Gang, status: TrainingJobStatus) -> None:
         """Replace the whole status (core.api.merge_patch).
 
         Raises:
-            ConflictError: The job is no longer at the resourceVersion of the write.
+            ConflictError: The job has changed since it was read.
         """
         ...
 
@@ -335,7 +335,7 @@ async def _write(write: StatusWrite, observed: Observed, effects: Effects) -> Ap
             present = [n for n in write.confirm_gone if not await effects.pod_is_gone(job, n)]
             if present:
                 return Applied(not_gone=tuple(present))
-        await effects.write_status(job, write)
+        await effects.write_status(job, write.status)
     except ConflictError:
         return Applied(conflict=True)
     except HoldfastError as error:
@@ -490,10 +490,8 @@ class JobEffects:
         self._metrics = metrics
         self._present = present
 
-    async def write_status(self, job: Gang, write: StatusWrite) -> None:
-        reply, written = await write_status(
-            self._cluster, job, write.resource_version, write.status
-        )
+    async def write_status(self, job: Gang, status: TrainingJobStatus) -> None:
+        reply, written = await write_status(self._cluster, job, status)
         self._cache.take_job(job, reply)
         self._metrics.status_written(job, written)
 

@@ -229,7 +229,7 @@ def _chosen(world: World, choice: restore_point.Chosen) -> Decision:
     status = refresh(world, _with_choice(world, choice), Note(choice.reason, choice.message))
     wanted = (Reason.RESTORE_POINT_CHOSEN, Reason.ROLLED_BACK)
     event = normal if choice.reason in wanted else warning
-    write = ChooseRestorePoint(world.job.resource_version, status)
+    write = ChooseRestorePoint(status)
     remember_write(world)
     return Decision.of((write, event(choice.reason, choice.message)), 0.0, choice.message)
 
@@ -420,13 +420,13 @@ def over(world: World) -> Decision:
     A commit gets its Checkpoint object before the status records it. So an object that a user deletes after
     the end is not created again. The create is repeated only while it fails.
     """
-    job, status = world.job, world.status
+    status = world.status
     commit = checkpoints.pending_commit(world)
     if commit is not None:
         record = checkpoints.record_of(world, commit)
         if record and not world.memory.record_refused:
             return Decision.of(record, 0.0, "the last commit is recorded")
-        write = CommitPersisted(job.resource_version, changed(status, last_persisted=commit))
+        write = CommitPersisted(changed(status, last_persisted=commit))
         event = persisted(commit)
         return Decision.of((write, *record, event), 0.0, event.message)
     if status.is_true(JobCondition.PODS_KEPT):
@@ -436,7 +436,7 @@ def over(world: World) -> Decision:
     status = ends.with_pods_kept(status, present, kept)
     actions: list[Action] = []
     if must_write(world, status):
-        actions.append(WriteStatus(job.resource_version, status))
+        actions.append(WriteStatus(status))
         remember_write(world)
     if world.memory.record_refused:
         actions.extend(checkpoints.records(world))

@@ -84,7 +84,7 @@ def with_status_write(
     coordinated = renamed(world, status)
     due = must_write(world, status)
     if due or coordinated.coordinator != job.status.coordinator:
-        actions.append(WriteStatus(job.resource_version, coordinated))
+        actions.append(WriteStatus(coordinated))
     if due:
         remember_write(world)
     reason = note.message if note is not None else f"round {world.round} runs"
@@ -103,7 +103,7 @@ def written(
     """Return a decision with a status write and these other actions (Events)."""
     status = with_silence(refresh(world, status), world)
     remember_write(world)
-    write = WriteStatus(world.job.resource_version, status)
+    write = WriteStatus(status)
     return Decision.of((write, *others), 0.0, reason, _acted(world))
 
 
@@ -115,7 +115,7 @@ def committed(
     status = _refreshed(_with_suspend_note(world, status), world, note)
     remember_write(world)
     event = persisted(commit)
-    write = CommitPersisted(world.job.resource_version, status)
+    write = CommitPersisted(status)
     return Decision.of((write, *actions, event), 0.0, event.message, _acted(world))
 
 
@@ -140,7 +140,7 @@ def begin_round(
         begun = {**world.memory.begun, status.restart_round: world.now.monotonic}
         world.remember(begun=begun)
     remember_write(world)
-    action = BeginRound(world.job.resource_version, status, gone)
+    action = BeginRound(status, gone)
     return Decision.of((action, event), 0.0, event.message)
 
 

@@ -49,44 +49,34 @@ class OutgoingRound:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginRound:
+class StatusWrite:
+    """Compare-and-swap of the job's whole status, at the resourceVersion that the decision is based on."""
+
+    status: TrainingJobStatus
+
+
+@dataclass(frozen=True, slots=True)
+class BeginRound(StatusWrite):
     """Compare-and-swap 1 (CAS 1), the fence of a new round. Only Events may accompany it in a decision.
 
     Until the round has a restore point, it can be repeated with more pods to replace (ADR 0008).
     """
 
-    resource_version: str
-    status: TrainingJobStatus
     confirm_gone: tuple[str, ...] = ()
     """Names of pods that the decision treats as gone. A direct GET must confirm it before the write:
     otherwise a cache that lags would cost a restart."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChooseRestorePoint:
+class ChooseRestorePoint(StatusWrite):
     """Compare-and-swap 2 (CAS 2), once per round. Only Events may accompany it in a decision."""
 
-    resource_version: str
-    status: TrainingJobStatus
+
+class CommitPersisted(StatusWrite):
+    """The write of status.lastPersisted, which commits a step in the object tier."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommitPersisted:
-    """Compare-and-swap of status.lastPersisted, which commits a step in the object tier."""
-
-    resource_version: str
-    status: TrainingJobStatus
-
-
-@dataclass(frozen=True, slots=True)
-class WriteStatus:
-    """Write of every other status change, such as conditions, levels and counters."""
-
-    resource_version: str
-    status: TrainingJobStatus
-
-
-StatusWrite = BeginRound | ChooseRestorePoint | CommitPersisted | WriteStatus
+class WriteStatus(StatusWrite):
+    """Every other status change, such as conditions, levels and counters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +195,7 @@ Action = StatusWrite | DesiredObject | Delete | ReleasePod | Call | EmitEvent
 def described(action: Action) -> str:
     """Return what the action does to which object, such as "create Pod gpt-1-r3"."""
     match action:
-        case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
+        case StatusWrite():
             return "write the status"
         case DesiredObject():
             verb = "create" if action.resource_version is None else "change"

@@ -570,5 +570,5 @@ def _hidden_text(hidden: list[Unreadable]) -> str:
 
 def _written(world: World, value: bool, note: Note, events: tuple[Action, ...]) -> Decision:
     status = world.with_condition(world.job.status, JobCondition.READABLE, value, *note)
-    write = WriteStatus(world.job.resource_version, status)
+    write = WriteStatus(status)
     return Decision.of((write, *events), WAITING_SECONDS if events else 0.0, note.message)
