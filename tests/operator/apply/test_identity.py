@@ -71,7 +71,11 @@ class Edge:
         self.certificates = Certificates(self.cluster, "holdfast-system")
         metrics = Metrics()
         sidecars = Sidecars(
-            SidecarClient(), self.certificates, self.clock, self.keys.append, metrics.unexpected
+            SidecarClient(),
+            self.certificates.client,
+            self.clock,
+            self.keys.append,
+            metrics.unexpected,
         )
         self.effects = JobEffects(
             self.cluster,

@@ -33,13 +33,11 @@ KEY = job_key("team", "gpt")
 AUTHORITY = new_authority(UID)
 
 
-class Identity:
-    def __init__(self) -> None:
-        leaf = new_leaf(AUTHORITY, operator_dns_name(UID))
-        self._context = client_context(AUTHORITY, leaf)
+CONTEXT = client_context(AUTHORITY, new_leaf(AUTHORITY, operator_dns_name(UID)))
 
-    async def client(self, job_uid: JobUid) -> ssl.SSLContext:
-        return self._context
+
+async def identity(job_uid: JobUid) -> ssl.SSLContext:
+    return CONTEXT
 
 
 def pod_view(worker: int, birth: int = 0, **changes: object) -> PodView:
@@ -153,7 +151,7 @@ async def bench() -> AsyncIterator[Bench]:
         keys.append(key)
 
     clock = RecordingClock()
-    sidecars = Sidecars(client, Identity(), clock, enqueue, errors.append)
+    sidecars = Sidecars(client, identity, clock, enqueue, errors.append)
     found = Bench(sidecars, port, keys, errors, clock, defects)
     try:
         yield found

@@ -125,7 +125,7 @@ class Controller:
         self._certificates = Certificates(self._cluster, settings.operator_namespace)
         self._client = SidecarClient()
         self._sidecars = Sidecars(
-            self._client, self._certificates, clock, self._queue.add, metrics.unexpected
+            self._client, self._certificates.client, clock, self._queue.add, metrics.unexpected
         )
         self._events = events = Events(self._cluster, clock)
         self._present = Present(clock)

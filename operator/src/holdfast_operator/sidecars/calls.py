@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from ssl import SSLContext
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
@@ -71,21 +71,17 @@ URGENT = frozenset(map(_name, (CallPath.SEAL, CallPath.FINISH_COMMIT, CallPath.R
 """Names of calls that a recovery waits for. They go before all other calls (CallSlots)."""
 
 
-class Identity(Protocol):
-    """Source of the operator's client certificates. certificates.Certificates implements it."""
-
-    async def client(self, job_uid: JobUid) -> SSLContext:
-        """Return the TLS context for calls to the job's sidecars. Raises HoldfastError."""
-        ...
-
-
 class Sidecars:
-    """Calls to the sidecars of all jobs, by job uid. Call `follow` before each pass over a job."""
+    """Calls to the sidecars of all jobs, by job uid. Call `follow` before each pass over a job.
+
+    Args:
+        identity: Returns the TLS context for calls to a job's sidecars. Raises HoldfastError.
+    """
 
     def __init__(
         self,
         client: SidecarClient,
-        identity: Identity,
+        identity: Callable[[JobUid], Awaitable[SSLContext]],
         clock: Clock,
         enqueue: Callable[[Key], None],
         count_error: Callable[[str], None],
@@ -96,9 +92,7 @@ class Sidecars:
         self._answers = Answers(clock, count_error)
         self._identity = identity
         self._slots = CallSlots()
-        self._polls = CoordinatorPolls(
-            client, identity.client, self._answers, clock, enqueue, self._slots
-        )
+        self._polls = CoordinatorPolls(client, identity, self._answers, clock, enqueue, self._slots)
         self._jobs: dict[JobUid, JobCalls] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._first_calls = Allowance(FIRST_CALLS_PER_SECOND, 1 / FIRST_CALLS_PER_SECOND)
@@ -351,7 +345,7 @@ class Sidecars:
         try:
             async with self._slots.hold(job.uid, pod.standing, urgent=name in URGENT):
                 pod.called_at = self._clock.monotonic()
-                await call(await self._identity.client(job.uid), pod)
+                await call(await self._identity(job.uid), pod)
         except SidecarRefused as refusal:
             await self._refused(job, pod, name, refusal)
         except (UnavailableError, FormatError) as error:
@@ -387,7 +381,7 @@ class Sidecars:
 
     async def _read_inventory(self, job: JobCalls, pod: PodCalls) -> None:
         try:
-            await self._inventory(await self._identity.client(job.uid), pod)
+            await self._inventory(await self._identity(job.uid), pod)
         except SidecarRefused:
             return
         except HoldfastError as error:
@@ -401,7 +395,7 @@ class Sidecars:
                 if known is None:
                     return
                 try:
-                    context = await self._identity.client(job.uid)
+                    context = await self._identity(job.uid)
                     await self._client.request(context, known.target, path, message)
                     return
                 except SidecarRefused as refusal:
