@@ -44,20 +44,19 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_operator.decide.facts import scheduling
 from holdfast_operator.decide.facts.nodes import (
-    avoided_for_failures,
-    avoided_nodes,
     create_spares,
     delete_lost_spares,
     domain_of,
     make_room,
     misplaced_pods,
     misplaced_spares,
+    new_pods,
 )
 from holdfast_operator.decide.facts.readable import with_released
 from holdfast_operator.decide.facts.rollback import first_round
 from holdfast_operator.decide.facts.sizes import elastic_of
 from holdfast_operator.decide.facts.spec import birth_problem, outdated_pods
-from holdfast_operator.decide.facts.world import MemberState, World, worker_pod
+from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.report.conditions import factor as hang_factor
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import Action, CallPath, Delete, DesiredObject, OutgoingRound
@@ -91,8 +90,9 @@ def member_actions(world: World) -> list[Action]:
         known = {a.uid for a in actions if isinstance(a, Delete)}
         actions.extend(a for a in outdated_pods(world) if getattr(a, "uid", None) not in known)
     actions.extend(_leaves(world, births))
-    if world.spec.template is not None:  # else another controller creates the pods
-        actions.extend(_pods(world, births))
+    if births and world.spec.template is not None:  # else another controller creates the pods
+        group = scheduling.present_group(world)
+        actions.extend(new_pods(world, [(m.worker, m.birth_round) for m in births], group))
     actions.extend(seals(world))
     actions.extend(delete_obsolete(world))
     actions.extend(make_room(world))
@@ -130,8 +130,7 @@ def spare_actions(world: World) -> list[Action]:
     recent = last is not None and world.now.monotonic - last < SPARES_EVERY_SECONDS
     if recent or not creatable:
         return actions
-    avoided, failed = avoided_nodes(world), avoided_for_failures(world)
-    creates = create_spares(world, avoided, failed)
+    creates = create_spares(world)
     if creates:
         world.remember_done(Done.SPARES_CREATED)
     return [*creates, *actions]
@@ -152,16 +151,6 @@ def _births(world: World) -> list[MemberState]:
         and m.pod is None
         and world.awaits_start(m)
         and m.worker not in occupied
-    ]
-
-
-def _pods(world: World, births: list[MemberState]) -> list[DesiredObject]:
-    """Return the pods of these members."""
-    avoided, failed = avoided_nodes(world), avoided_for_failures(world)
-    group = scheduling.present_group(world) if births else None
-    return [
-        DesiredObject(worker_pod(world, m.worker, world.round, avoided, failed, group))
-        for m in births
     ]
 
 

@@ -41,7 +41,7 @@ room. A spare that is lost holds nothing, so it is created again under its name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast_core.api import (
@@ -62,11 +62,18 @@ from holdfast_core.names import first_of, pod_name
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.evidence import CANNOT_START, Ruling
 from holdfast_operator.decide.facts.spec import replacement_problem
-from holdfast_operator.decide.facts.world import MemberState, Note, World, has_no_gang, worker_pod
+from holdfast_operator.decide.facts.world import MemberState, Note, World, has_no_gang
 from holdfast_operator.model.actions import Delete, DesiredObject
-from holdfast_operator.model.job import NodeView, PodPhase, PodView, Seen, tolerated_taints
+from holdfast_operator.model.job import (
+    NodeView,
+    PodGroup,
+    PodPhase,
+    PodView,
+    Seen,
+    tolerated_taints,
+)
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.render import render_certificates
+from holdfast_operator.model.render import render_certificates, render_pod
 from holdfast_operator.model.template import pod_spec
 
 # --------------------------------------------------------------------------- nodes on which workers failed
@@ -495,18 +502,33 @@ def _is_ready(world: World, spare: MemberState) -> bool:
 # --------------------------------------------------------------------------- their pods
 
 
-def create_spares(
-    world: World, avoided: tuple[str, ...], failed: tuple[str, ...]
+def new_pods(
+    world: World, births: Iterable[tuple[Worker, RestartRound]], group: PodGroup | None = None
 ) -> list[DesiredObject]:
-    """Return the missing spares and the certificates of those that have not started.
+    """Return the pods that these workers and spares would get now, each with its birth round."""
+    observed, avoided, failed = world.observed, avoided_nodes(world), avoided_for_failures(world)
+    return [
+        DesiredObject(
+            render_pod(
+                observed.job,
+                worker,
+                birth,
+                observed.store,
+                observed.sidecar,
+                avoided,
+                failed,
+                group,
+                world.certificates(worker, birth),
+            )
+        )
+        for worker, birth in births
+    ]
 
-    Args:
-        avoided: Names of lost nodes that new pods exclude.
-        failed: Names of nodes that they exclude because workers failed there.
-    """
-    job = world.job
+
+def create_spares(world: World) -> list[DesiredObject]:
+    """Return the missing spares and the certificates of those that have not started."""
+    job, missing = world.job, list[tuple[Worker, RestartRound]]()
     secrets: dict[str, DesiredObject] = {}
-    pods: list[DesiredObject] = []
     for spare in world.spares:
         pod, birth = spare.pod, spare.birth_round
         if pod is None or (not pod.sidecar_started and pod.alive):
@@ -516,8 +538,8 @@ def create_spares(
             body, mounted = render_certificates(job, secret), world.is_mounted(secret)
             secrets[secret] = DesiredObject(body, tuple(names), mounted)
         if pod is None:
-            pods.append(DesiredObject(worker_pod(world, spare.worker, birth, avoided, failed)))
-    return [*secrets.values(), *pods]
+            missing.append((spare.worker, birth))
+    return [*secrets.values(), *new_pods(world, missing)]
 
 
 def delete_lost_spares(world: World) -> list[Delete]:

@@ -307,7 +307,7 @@ def present_group(world: World) -> PodGroup | None:
         if member.pod is not None and not world.awaits_start(member):
             return member.pod.group
     name = pod_group_name(job.name, job.uid, len(world.members), world.round)
-    for pod in _pods(world):
+    for pod in world.pods:
         if not pod.terminating and pod.group is not None and pod.group.name == name:
             return pod.group
     return wanted_group(job, len(world.members), world.round)
@@ -365,13 +365,12 @@ def strays(world: World) -> list[Delete]:
 
 def waits(world: World) -> tuple[PodView, ...]:
     """Return the members' pods that scheduling gates of Kueue hold back."""
-    return tuple(p for p in _pods(world) if p.queued)
+    return tuple(p for p in world.pods if p.queued)
 
 
 def waits_as_a_whole(world: World) -> bool:
     """Return whether no pod of the gang may run before Kueue admits it."""
-    pods = tuple(_pods(world))
-    return bool(pods) and all(p.queued for p in pods)
+    return bool(world.pods) and all(p.queued for p in world.pods)
 
 
 def describe_wait(world: World) -> str:
@@ -393,7 +392,7 @@ def describe_wait(world: World) -> str:
 
 def describe_change(world: World) -> str | None:
     """Describe labels of the job that its pods cannot follow, or return None if they agree."""
-    if next(iter(_pods(world)), None) is None or not isinstance(world.job, TrainingJob):
+    if not world.pods or not isinstance(world.job, TrainingJob):
         return None
     job, group = world.job, present_group(world)
     wanted = wanted_group(job, len(world.members), world.round)
@@ -420,10 +419,6 @@ def _place(group: PodGroup | None) -> str:
         return "no queue"
     priority = f" with priority class {group.priority_class}" if group.priority_class else ""
     return f"LocalQueue {group.queue}{priority}"
-
-
-def _pods(world: World) -> Iterable[PodView]:
-    return (m.pod for m in world.members if m.pod is not None)
 
 
 # --------------------------------------------------------------------------- Kueue's finalizer

@@ -37,7 +37,6 @@ from holdfast_operator.model.job import (
     JobMemory,
     Now,
     Observed,
-    PodGroup,
     PodPhase,
     PodView,
     Reachable,
@@ -47,7 +46,6 @@ from holdfast_operator.model.job import (
 )
 from holdfast_operator.model.ownership import PodSource, pod_source
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.model.render import render_pod
 from holdfast_operator.model.template import pod_spec
 
 MAX_MESSAGE_CHARACTERS = 1024
@@ -119,29 +117,6 @@ class MemberState:
             return False
         known = [r for r in (sidecar.sealed_round, inventory_round(sidecar)) if r is not None]
         return bool(known) and max(known) >= round_
-
-
-def worker_pod(
-    world: World,
-    worker: Worker,
-    birth: RestartRound,
-    avoided: tuple[str, ...],
-    failed: tuple[str, ...],
-    group: PodGroup | None = None,
-) -> dict[str, Any]:
-    """Return the body of the pod that a worker or a spare would get now. See `render_pod`."""
-    observed = world.observed
-    return render_pod(
-        observed.job,
-        worker,
-        birth,
-        observed.store,
-        observed.sidecar,
-        avoided,
-        failed,
-        group,
-        world.certificates(worker, birth),
-    )
 
 
 def has_no_gang(status: TrainingJobStatus) -> bool:
