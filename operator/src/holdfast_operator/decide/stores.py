@@ -5,7 +5,7 @@ The operator holds no store keys, so a short-lived pod probes (model/command_pod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 
 from holdfast_core.api import (
@@ -17,7 +17,8 @@ from holdfast_core.api import (
 )
 from holdfast_core.contract import StoreVerb
 from holdfast_core.names import LIST_ANNOTATION
-from holdfast_operator.model.actions import EmitEvent, EventKind
+from holdfast_operator.decide.report.status import turned
+from holdfast_operator.model.actions import EmitEvent, normal, warning
 from holdfast_operator.model.command_pods import (
     CommandFailed,
     CommandFailure,
@@ -124,33 +125,14 @@ def with_probe(
     )
 
 
-_GOOD_IF = {
-    StoreCondition.AVAILABLE: True,
-    StoreCondition.LISTED: True,
-    StoreCondition.QUOTA_PRESSURE: False,
-}
-"""Whether true is good, for each condition of a store."""
-
-
-def store_events(
-    before: CheckpointStoreStatus, after: CheckpointStoreStatus
-) -> Iterator[EmitEvent]:
-    """Yield an Event for each condition that is bad for a new reason, or good again.
-
-    Available has one for each change of its value, the first included.
-    """
-    for kind, good in _GOOD_IF.items():
-        old, new = before.condition(kind), after.condition(kind)
-        if new is None or (
-            old is not None and (old.status, old.reason) == (new.status, new.reason)
-        ):
-            continue
-        was_bad = old is not None and (old.is_false if good else old.is_true)
-        is_bad = new.is_false if good else new.is_true
-        is_news = was_bad or is_bad
-        if kind is StoreCondition.AVAILABLE:
-            is_news = old is None or old.status is not new.status
-        if is_news:
-            is_good = new.is_true if good else not new.is_true
-            event = EventKind.NORMAL if is_good else EventKind.WARNING
-            yield EmitEvent(event, new.reason, new.message)
+def store_events(before: CheckpointStoreStatus, after: CheckpointStoreStatus) -> list[EmitEvent]:
+    """Return an Event for each change of Available, and those about conditions that are bad or good again."""
+    old, new = (status.condition(StoreCondition.AVAILABLE) for status in (before, after))
+    events = [
+        *turned(StoreCondition.LISTED, True, before, after),
+        *turned(StoreCondition.QUOTA_PRESSURE, False, before, after),
+    ]
+    if new is None or (old is not None and old.status is new.status):
+        return events
+    event = normal if new.is_true else warning
+    return [event(new.reason, new.message), *events]

@@ -20,6 +20,7 @@ from holdfast_core.api import (
     TrainingJobStatus,
     changed,
 )
+from holdfast_core.api.base import WithConditions
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure
 from holdfast_operator.decide.facts.nodes import with_leaving_nodes, with_spares, with_spares_ready
@@ -380,8 +381,8 @@ def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEve
     complete or when it is interrupted.
     """
     events = _end_of_recovery(before, after)
-    for kind in _GOOD_IF:
-        events.extend(_turned(kind, before, after))
+    for kind, good in _GOOD_IF.items():
+        events.extend(turned(kind, good, before, after))
     for kind in _BY_REASON:
         events.extend(_has_a_new_reason(kind, before, after))
     return [*events, *_quarantine(before, after), *_promotions(before, after)]
@@ -418,15 +419,17 @@ def _interruption(before: TrainingJobStatus, after: TrainingJobStatus) -> str | 
     return next((text for kind, text in _ENDS.items() if after.is_true(kind)), None)
 
 
-def _turned(
-    kind: JobCondition, before: TrainingJobStatus, after: TrainingJobStatus
-) -> list[EmitEvent]:
-    """Return the Event about a condition that is bad for a new reason, or good again."""
+def turned(kind: str, good: bool, before: WithConditions, after: WithConditions) -> list[EmitEvent]:
+    """Return the Event about a condition that is bad for a new reason, or good again.
+
+    Args:
+        good: Whether true is good.
+    """
     old, new = before.condition(kind), after.condition(kind)
     if new is None:
         return []
-    was_bad = old is not None and old.is_true is not _GOOD_IF[kind]
-    if new.is_true is not _GOOD_IF[kind]:
+    was_bad = old is not None and old.is_true is not good
+    if new.is_true is not good:
         is_known = old is not None and was_bad and old.reason == new.reason
         return [] if is_known else [warning(new.reason, new.message)]
     return [normal(new.reason, new.message)] if was_bad else []
