@@ -491,3 +491,20 @@ async def test_a_result_that_was_written_half_is_written_again() -> None:
     await place.passes(1)
     assert place.verified() == ("True", "Intact")
     assert place.store["status"]["drills"]["count"] == 1
+
+
+async def test_the_results_of_a_drill_and_a_listing_are_one_write_of_the_status() -> None:
+    place = Place(requested(stored(20)))
+    await place.passes()
+    reports = {"store-drill": dict(report().data), "store-usage": {"error": "E", "message": "m"}}
+    for pod in place.api.all("pods"):
+        message = json.dumps(reports[pod["metadata"]["labels"]["app.kubernetes.io/component"]])
+        ending = {"state": {"terminated": {"message": message}}}
+        pod["status"] = {"phase": "Succeeded", "containerStatuses": [ending]}
+    before = len(place.api.requests)
+    await place.passes(1)
+    writes = [r for r in place.api.requests[before:] if r[0] == "PATCH" and "stores" in r[1]]
+    assert len(writes) == 1
+    status = place.store["status"]
+    assert status["drills"]["count"] == 1
+    assert "lastListing" in status
