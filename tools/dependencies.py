@@ -12,7 +12,7 @@ MEMBERS = {
     "trainer_sdk": "SDK",
     "sidecar": "sidecar",
     "operator": "operator",
-    "cli": "kubectl plug-in",
+    "cli": "command line",
     "core": "core",
 }
 REASONS = {
@@ -20,6 +20,8 @@ REASONS = {
     "control port and of the metrics ports: HTTP with mutual TLS on one event loop.",
     "blake3": "Digests of chunks and payloads: a cryptographic digest at about four times the speed "
     "of SHA-256 (5.5 and 1.4 GiB/s on one core of a test machine).",
+    "click": "The command line: verbs that are imported when they run, options before and behind them, and "
+    "completion for bash, zsh and fish. kopf brings it as well.",
     "crc32c": "CRC32C by the processor's instruction, for chunk tables and for the checksum that S3 "
     "verifies on upload.",
     "cryptography": "The certificate authority of a job and its leaves. The standard library cannot issue "
@@ -37,8 +39,8 @@ REASONS = {
     "prometheus-client": "Metrics of operator and sidecar in the Prometheus text format.",
     "pydantic": "The models of TrainingJob, Checkpoint and CheckpointStore, from which the CRDs are "
     "generated.",
-    "pyyaml": "The kubeconfig of an operator that runs outside of a cluster.",
-    "rich": "Tables and live views of `kubectl holdfast`.",
+    "pyyaml": "The kubeconfig of an operator that runs outside of a cluster, and `--output yaml`.",
+    "rich": "Progress bars of the command line.",
     "torch": "An extra of the SDK. The training image usually has it already; without it the SDK "
     "saves numpy arrays and plain values.",
     "zstandard": "Compressed uploads.",
@@ -70,9 +72,9 @@ def declared(root: Path, member: str) -> dict[str, str]:
 
 
 def installed(root: Path, member: str) -> frozenset[str]:
-    """Return the distributions that the member may import: its own, and those of core.
+    """Return the distributions that the member may import: its own, those of core, and those of the SDK.
 
-    Of core's extras, only those that the member requires are included.
+    Of core's extras, only those that the member requires are included. The SDK imports torch where it is.
     """
     own = set(declared(root, member))
     about = project(root, member)
@@ -82,6 +84,8 @@ def installed(root: Path, member: str) -> frozenset[str]:
             bracket = re.search(r"\[([^\]]*)\]", requirement)
             extras = {"", *(bracket.group(1).split(",") if bracket else ())}
             own |= {name for name, extra in declared(root, "core").items() if extra in extras}
+        elif name_of(requirement) == "holdfast-sdk":
+            own |= installed(root, "trainer_sdk")
     return frozenset(own)
 
 

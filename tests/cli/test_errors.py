@@ -1,4 +1,4 @@
-"""If the command cannot use the cluster, it prints one sentence that says what to do, and exits with 1."""
+"""If a command cannot do its work, it prints one sentence with the next step, and its exit code says why."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ def run(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def complaint(config: Path, *arguments: str) -> str:
+def complaint(config: Path, *arguments: str, code: int = 1) -> str:
     """Return the one line that a failed command prints."""
     ended = run(config, *arguments)
-    assert ended.returncode == 1, ended.stderr
+    assert ended.returncode == code, ended.stderr
     assert ended.stdout == ""
     (line,) = ended.stderr.splitlines()
     assert line.startswith("kubectl holdfast: ")
@@ -151,8 +151,8 @@ def test_requests_go_to_the_namespace_of_the_context(
     server: ApiServer, config: Path, arguments: list[str], namespace: str
 ) -> None:
     """The options stand before or after the verb, as those of kubectl."""
-    assert run(config, *arguments, "checkpoints").returncode == 0
-    assert run(config, "checkpoints", *arguments).returncode == 0
+    assert run(config, *arguments, "list").returncode == 0
+    assert run(config, "list", *arguments).returncode == 0
     path = f"/apis/holdfast.dev/v1alpha1/namespaces/{namespace}/checkpoints"
     assert server.paths == [path, path]
 
@@ -160,14 +160,14 @@ def test_requests_go_to_the_namespace_of_the_context(
 def test_a_context_before_the_verb_and_a_namespace_after_it(
     server: ApiServer, config: Path
 ) -> None:
-    assert run(config, "--context", "there", "checkpoints", "-n", "team-c").returncode == 0
+    assert run(config, "--context", "there", "list", "-n", "team-c").returncode == 0
     assert server.paths == ["/apis/holdfast.dev/v1alpha1/namespaces/team-c/checkpoints"]
 
 
 def test_a_context_is_used_without_an_active_one(tmp_path: Path, server: ApiServer) -> None:
     config = kubeconfig(tmp_path / "config", server.url, {"there": "team-b"}, None)
-    assert run(config, "--context", "there", "checkpoints").returncode == 0
-    assert "kubectl config get-contexts" in complaint(config, "checkpoints")
+    assert run(config, "--context", "there", "list").returncode == 0
+    assert "kubectl config get-contexts" in complaint(config, "list")
 
 
 @pytest.mark.fault("The CLI cannot reach the API server")
@@ -182,12 +182,12 @@ def test_an_api_server_that_cannot_be_reached(tmp_path: Path) -> None:
 def test_an_api_server_that_speaks_another_protocol(tmp_path: Path, server: ApiServer) -> None:
     url = server.url.replace("http:", "https:")
     config = kubeconfig(tmp_path / "config", url, {"here": None}, "here")
-    assert f"{url} of context here cannot be reached" in complaint(config, "checkpoints")
+    assert f"{url} of context here cannot be reached" in complaint(config, "list")
 
 
 @pytest.mark.fault("The CLI has no kubeconfig")
 def test_no_kubeconfig(tmp_path: Path) -> None:
-    line = complaint(tmp_path / "missing", "checkpoints")
+    line = complaint(tmp_path / "missing", "list")
     assert "no kubeconfig found" in line and "set KUBECONFIG" in line
 
 
@@ -195,40 +195,41 @@ def test_no_kubeconfig(tmp_path: Path) -> None:
 def test_a_kubeconfig_that_cannot_be_used(tmp_path: Path, text: str) -> None:
     config = tmp_path / "config"
     config.write_text(text)
-    assert str(config) in complaint(config, "checkpoints")
+    assert str(config) in complaint(config, "list")
 
 
 def test_an_unknown_context(config: Path) -> None:
-    line = complaint(config, "--context", "nowhere", "checkpoints")
+    line = complaint(config, "--context", "nowhere", "list")
     assert "context nowhere" in line and "kubectl config get-contexts" in line
 
 
 @pytest.mark.fault("The CLI is refused (401, 403, 404, 5xx)")
 @pytest.mark.parametrize(
-    ("status", "message", "expected"),
+    ("status", "message", "expected", "code"),
     [
-        (401, "Unauthorized", "log in to the cluster again"),
-        (403, 'User "jane" cannot get resource', 'User "jane" cannot get resource'),
-        (403, "forbidden", "ask an administrator"),
+        (401, "Unauthorized", "log in to the cluster again", 1),
+        (403, 'User "jane" cannot get resource', 'User "jane" cannot get resource', 1),
+        (403, "forbidden", "ask an administrator", 1),
         (
             404,
             'trainingjobs.holdfast.dev "gpt" not found',
             "trainingjobs/gpt and checkpointadoptions/gpt not found in namespace",
+            5,
         ),
-        (500, "etcd is away", "(500): etcd is away"),
+        (500, "etcd is away", "(500): etcd is away", 1),
     ],
 )
 def test_a_refusal_says_what_to_do(
-    server: ApiServer, config: Path, status: int, message: str, expected: str
+    server: ApiServer, config: Path, status: int, message: str, expected: str, code: int
 ) -> None:
     server.refuse(status, message)
-    assert expected in complaint(config, "status", "gpt")
+    assert expected in complaint(config, "status", "gpt", code=code)
 
 
 @pytest.mark.fault("The CLI meets a cluster without Holdfast")
 def test_a_cluster_without_the_custom_resources(server: ApiServer, config: Path) -> None:
     server.answers["GET"] = 404, "404 page not found\n"
-    line = complaint(config, "checkpoints")
+    line = complaint(config, "list")
     assert "no resource checkpoints.holdfast.dev" in line and "install Holdfast's chart" in line
 
 
@@ -269,7 +270,7 @@ def test_a_save_of_a_suspended_job_says_when_it_happens_and_what_keeps_it(
         r"checkpoint gpt-manual-[a-z0-9]{5} requested; gpt is Suspended, it saves when it trains",
         lines[0],
     )
-    assert ("--pin keeps it" in ended.stdout) != pin
+    assert ("--pin keeps it" in ended.stderr) != pin
 
 
 def test_json_is_not_watched(config: Path) -> None:
@@ -285,14 +286,14 @@ def test_paths_in_a_kubeconfig_are_relative_to_it(server: ApiServer, tmp_path: P
     document["users"] = [{"name": "u", "user": {"tokenFile": "token"}}]
     path.write_text(json.dumps(document))
     (tmp_path / "token").write_text("t")
-    ended = run(path, "checkpoints")
+    ended = run(path, "list")
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.fault("The connection of the CLI breaks during a read")
 def test_a_read_whose_connection_breaks_is_repeated(server: ApiServer, config: Path) -> None:
     server.drops = {"GET": 2}
-    assert run(config, "checkpoints").returncode == 0
+    assert run(config, "list").returncode == 0
     assert len(server.paths) == 3
 
 
@@ -395,7 +396,7 @@ def test_checkpoints_of_all_namespaces_name_them(server: ApiServer, config: Path
         for namespace, step in steps.items()
     ]
     server.answers["/checkpoints"] = 200, json.dumps({"items": items})
-    ended = run(config, "checkpoints", "--all-namespaces")
+    ended = run(config, "list", "--all-namespaces")
     assert ended.returncode == 0, ended.stderr
     assert server.paths == [f"{ALL}/checkpoints"]
     rows = [line.split()[:2] for line in ended.stdout.splitlines()]
@@ -416,14 +417,14 @@ def test_a_refused_list_of_all_namespaces_names_the_missing_right(
 
 @pytest.mark.parametrize(
     "arguments",
-    [("status", "gpt", "-A"), ("checkpoints", "gpt", "-A"), ("-n", "team-a", "status", "-A")],
+    [("status", "gpt", "-A"), ("list", "gpt", "-A"), ("-n", "team-a", "status", "-A")],
 )
 def test_all_namespaces_exclude_a_job_and_a_namespace(
     config: Path, arguments: tuple[str, ...]
 ) -> None:
     ended = run(config, *arguments)
     assert ended.returncode == 2
-    assert "omit it, or omit the job and --namespace" in ended.stderr
+    assert "lists everything: omit it, or omit" in ended.stderr
 
 
 @pytest.fixture
@@ -445,7 +446,7 @@ def test_a_start_over_names_the_round_that_is_given_up(lost: ApiServer, config: 
 
 
 def test_a_start_over_without_a_terminal_needs_yes(lost: ApiServer, config: Path) -> None:
-    line = complaint(config, "restart", "gpt", "--from-start")
+    line = complaint(config, "restart", "gpt", "--from-start", code=2)
     assert "loses 17 steps" in line and "--yes" in line
     assert lost.bodies == []
 
@@ -457,7 +458,9 @@ def test_a_restart_says_from_where(lost: ApiServer, config: Path) -> None:
 
 
 def test_a_start_over_of_a_job_that_does_not_exist(lost: ApiServer, config: Path) -> None:
-    assert "not found in namespace team-a" in complaint(config, "restart", "other", "--from-start")
+    assert "not found in namespace team-a" in complaint(
+        config, "restart", "other", "--from-start", code=5
+    )
 
 
 @pytest.fixture
@@ -478,30 +481,29 @@ def training(server: ApiServer) -> ApiServer:
 def test_a_rollback_names_its_step_and_the_round_that_was_seen(
     training: ApiServer, config: Path
 ) -> None:
-    ended = run(config, "restore", "job", "--step", "40", "--yes")
+    ended = run(config, "restore", "job@40", "--yes")
     assert ended.returncode == 0, ended.stderr
     assert training.bodies == [{"spec": {"rollback": {"round": 3, "step": 40}}}]
     assert "goes back to step 40" in ended.stdout
 
 
 def test_a_rollback_without_a_terminal_needs_yes(training: ApiServer, config: Path) -> None:
-    ended = run(config, "restore", "job", "--step", "40")
-    assert ended.returncode == 1
+    ended = run(config, "restore", "job@40")
+    assert ended.returncode == 2
     assert "17 steps are trained again" in ended.stderr
     assert "--yes" in ended.stderr
     assert training.bodies == []
 
 
 def test_a_rollback_to_an_unknown_step_is_refused(training: ApiServer, config: Path) -> None:
-    assert "no checkpoint of step 41" in complaint(config, "restore", "job", "--step", "41")
+    assert "no checkpoint of step 41" in complaint(config, "restore", "job@41", code=5)
     assert training.bodies == []
 
 
 def test_a_rollback_needs_a_step(training: ApiServer, config: Path) -> None:
-    assert run(config, "restore", "job").returncode == 2
-    ended = run(config, "restore", "job", "--step", "-1")
-    assert ended.returncode == 2
-    assert "-1 is below 0" in ended.stderr
+    line = complaint(config, "restore", "job", code=2)
+    assert "job@STEP" in line and "kubectl holdfast list job" in line
+    assert "'job@-1' is no name" in complaint(config, "restore", "job@-1", code=2)
 
 
 def test_a_fork_that_is_only_shown_creates_nothing(training: ApiServer, config: Path) -> None:
@@ -513,14 +515,14 @@ def test_a_fork_that_is_only_shown_creates_nothing(training: ApiServer, config: 
 
 
 def test_a_fork_without_a_terminal_needs_yes(training: ApiServer, config: Path) -> None:
-    ended = run(config, "restore", "job", "--step", "40", "--to-new-job", "fork")
-    assert ended.returncode == 1
+    ended = run(config, "restore", "job@40", "--to-new-job", "fork")
+    assert ended.returncode == 2
     assert "Job fork gets the spec of job with 2 workers, and starts from step 40" in ended.stderr
     assert "--yes" in ended.stderr
 
 
 def test_options_of_a_fork_need_its_name(config: Path) -> None:
     for option in (["--workers", "4"], ["--dry-run"]):
-        ended = run(config, "restore", "job", "--step", "40", *option)
+        ended = run(config, "restore", "job@40", *option)
         assert ended.returncode == 2
         assert "belong to --to-new-job" in ended.stderr

@@ -1,8 +1,7 @@
-"""`kubectl holdfast import-store`: which objects are created of a list, and how the list is asked for."""
+"""`import store/NAME`: which objects are created of a list, and how the list is asked for."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +10,9 @@ import pytest
 from tests.support.operator.builders import UID, checkpoint, manifest_digest
 
 from holdfast_cli import importing
-from holdfast_cli.cluster import ClusterError
+from holdfast_cli.errors import CommandError
 from holdfast_cli.importing import import_store, parse_list, plan_import
+from holdfast_cli.output import Format
 from holdfast_core.api import Checkpoint
 from holdfast_core.contract import ListContract
 from holdfast_core.names import LIST_ANNOTATION
@@ -84,7 +84,7 @@ def test_a_run_without_a_cluster_may_have_any_name() -> None:
     ],
 )
 def test_a_log_without_a_whole_list_is_refused(log: str, expected: str) -> None:
-    with pytest.raises(ClusterError, match=expected):
+    with pytest.raises(CommandError, match=expected):
         parse_list(log)
 
 
@@ -130,17 +130,12 @@ class Cluster:
 
     def create(self, plural: str, body: dict[str, Any]) -> None:
         if len(self.created) >= self.refuses_after:
-            raise ClusterError("the API server refused it (403): forbidden")
+            raise CommandError("the API server refused it (403): forbidden")
         self.created.append(body["metadata"]["name"])
 
 
-def arguments(**changes: Any) -> argparse.Namespace:
-    values = {"store": "main", "job": None, "from_namespace": None, "dry_run": False}
-    return argparse.Namespace(**{**values, "output": "table", **changes})
-
-
 def run(cluster: Cluster, **changes: Any) -> None:
-    import_store(cluster, arguments(**changes))  # type: ignore[arg-type]  # plays the client
+    import_store(cluster, "main", **changes)  # type: ignore[arg-type]  # plays the client
 
 
 def test_the_command_asks_reads_and_creates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +146,7 @@ def test_the_command_asks_reads_and_creates(capsys: pytest.CaptureFixture[str]) 
     wanted = ListContract.from_json(asked)
     assert (wanted.namespace, wanted.job) == ("team-a", "job")
     assert cluster.created == ["job-l2msg4-s10-r0", "job-l2msg4-s20-r0"]
-    assert "checkpointRef.name: job-l2msg4-s20-r0" in capsys.readouterr().out
+    assert "checkpointRef.name: job-l2msg4-s20-r0" in capsys.readouterr().err
 
 
 def test_a_dry_run_creates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +160,7 @@ def test_a_dry_run_creates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_request_is_taken_back_after_an_error() -> None:
     cluster = Cluster('{"error": "UnavailableError", "message": "refused"}')
-    with pytest.raises(ClusterError, match="refused"):
+    with pytest.raises(CommandError, match="refused"):
         run(cluster)
     assert cluster.annotation is None
 
@@ -173,18 +168,18 @@ def test_a_request_is_taken_back_after_an_error() -> None:
 @pytest.mark.fault("The pod that lists a store cannot start")
 def test_a_pod_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importing, "START_SECONDS", 0.0)
-    with pytest.raises(ClusterError, match="pod mine has not started"):
+    with pytest.raises(CommandError, match="pod mine has not started"):
         run(Cluster("", phase="Pending"))
 
 
 @pytest.mark.fault("An import is refused in the middle")
 def test_an_import_that_is_refused_says_how_far_it_came() -> None:
     cluster = Cluster(log_of(line(10), line(20)), refuses_after=1)
-    with pytest.raises(ClusterError, match="1 of 2 objects were created; repeat the command"):
+    with pytest.raises(CommandError, match="1 of 2 objects were created; repeat the command"):
         run(cluster)
 
 
 def test_json_has_the_objects(capsys: pytest.CaptureFixture[str]) -> None:
-    run(Cluster(log_of(line(10))), output="json", dry_run=True)
+    run(Cluster(log_of(line(10))), format=Format.JSON, dry_run=True)
     document = json.loads(capsys.readouterr().out)
     assert [b["metadata"]["name"] for b in document["create"]] == ["job-l2msg4-s10-r0"]

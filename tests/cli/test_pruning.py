@@ -1,19 +1,17 @@
-"""`kubectl holdfast prune`: the plan as people see it, and what is deleted after a question."""
+"""`prune`: the plan as people see it, and what is deleted after a question."""
 
 from __future__ import annotations
 
-import argparse
-import io
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tests.support.operator.builders import checkpoint, job, manifest_digest, status
 
-from holdfast_cli.cluster import ClusterError
-from holdfast_cli.pruning import plan_pruning, prune_store, pruning_document, pruning_view
+from holdfast_cli.errors import CommandError
+from holdfast_cli.output import Format, Result, rendered
+from holdfast_cli.pruning import plan_pruning, prune_store, pruning_document, pruning_table
 from holdfast_core.api import Checkpoint, Gang, PersistedStep, changed
 from holdfast_core.ids import RestartRound, Step
 
@@ -57,17 +55,12 @@ def test_another_number_of_newest_ones_can_be_tried() -> None:
     assert [p.checkpoint.spec.step for p in plan.prune] == [30, 20, 10]
 
 
-def test_the_table_fits_into_80_columns() -> None:
-    name = f"{'a' * 40}-l2msg4-s123456789-r12"
-    items = tuple(
-        checkpoint(n, 0, name=f"{name}-{n}", bytes=1_500_000_000_000) for n in range(1, 7)
-    )
-    plan = plan_pruning(gang(keep_last=2), items, (), NOW)
-    out = io.StringIO()
-    Console(file=out, width=80).print(pruning_view(plan))
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "no rule keeps it" in lines[1]
+def test_the_table_names_size_and_reason() -> None:
+    plan = plan_pruning(gang(keep_last=4), FIVE, (), NOW)
+    assert rendered(Result(None, [pruning_table(plan)]), Format.TABLE).splitlines() == [
+        "CHECKPOINT            SIZE  REASON",
+        "job-l2msg4-s10-r0  6.4 MiB  no rule keeps it",
+    ]
 
 
 @dataclass
@@ -93,8 +86,7 @@ class Cluster:
 
 
 def run(cluster: Cluster, **given: Any) -> None:
-    base = {"job": "job", "dry_run": False, "yes": False, "keep_last": None, "output": "table"}
-    prune_store(cluster, argparse.Namespace(**{**base, **given}))  # type: ignore[arg-type]  # a played one
+    prune_store(cluster, "job", **given)  # type: ignore[arg-type]  # a played one
 
 
 def test_the_operator_deletes_the_data_of_what_is_pruned() -> None:
@@ -135,7 +127,7 @@ def test_nothing_is_deleted_that_nobody_can_or_has_agreed_to(
     phase: str, given: dict[str, Any], said: str
 ) -> None:
     cluster = Cluster(gang(phase, keep_last=4))
-    with pytest.raises(ClusterError, match=said):
+    with pytest.raises(CommandError, match=said):
         run(cluster, **given)
     assert not cluster.deleted
 

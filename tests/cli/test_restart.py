@@ -1,4 +1,4 @@
-"""`kubectl holdfast restart JOB --from-start` starts over a job that waits for it, and no other."""
+"""`restart JOB --from-start` starts over a job that waits for it, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kubectl holdfast restore` says what a rollback gives up, forks, and refuses what cannot be restored."""
+"""`restore` says what a rollback gives up, forks, and refuses what cannot be restored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import checkpoint, condition, job, manifest_digest, status
 
-from holdfast_cli.cluster import ClusterError
+from holdfast_cli.errors import CommandError
 from holdfast_cli.gangs import obstacle_to_order
 from holdfast_cli.restoring import describe_rollback, find_fork_point, forked, newest_on_nodes
 from holdfast_core.api import JobCondition, LineageEntry, PersistedStep, TrainingJobStatus
@@ -56,7 +56,7 @@ def test_steps_of_the_lineage_are_taken(step: int) -> None:
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        (50, "no checkpoint of step 50 is known: `kubectl holdfast checkpoints job -n team-a`"),
+        (50, "no checkpoint of step 50 is known: `kubectl holdfast list job -n team-a`"),
         (40, "is off the lineage"),
     ],
 )
@@ -106,13 +106,11 @@ def test_a_fork_starts_from_the_newest_step_or_the_one_that_is_named(
 
 @pytest.mark.fault("A fork is made of a step that does not exist, or of a job without a store")
 def test_what_cannot_be_forked_is_refused_with_the_next_command() -> None:
-    with pytest.raises(
-        ClusterError, match=r"step 41 of job job, .* `kubectl holdfast checkpoints job`"
-    ):
+    with pytest.raises(CommandError, match=r"step 41 of job job, .* `kubectl holdfast list job`"):
         find_fork_point(job(2, STATUS, store="main"), STORED, Step(41))
-    with pytest.raises(ClusterError, match="has no object store"):
+    with pytest.raises(CommandError, match="has no object store"):
         find_fork_point(job(2, STATUS), STORED, None)
-    with pytest.raises(ClusterError, match="job job has no Checkpoint"):
+    with pytest.raises(CommandError, match="job job has no Checkpoint"):
         find_fork_point(job(2, STATUS, store="main"), (), None)
 
 

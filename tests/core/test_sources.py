@@ -161,7 +161,7 @@ def test_a_job_may_start_from_a_former_job_of_its_own_name() -> None:
 def test_what_cannot_be_restored_is_named_and_not_selected(bad: Checkpoint, text: str) -> None:
     found = refusal(clone(step=50), (*SAVED, bad))
     assert found.is_known and text in found.message
-    assert "kubectl holdfast checkpoints other" in found.message
+    assert "kubectl holdfast list other" in found.message
     assert chosen(clone(latest=True), (*SAVED, bad)) == (25, 1)
 
 

@@ -14,11 +14,11 @@ from testbed.driver.scenario import SHORT, Scenario
 LONG = replace(SHORT, steps=120)
 
 
-def fork(job: Job, name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `kubectl holdfast restore JOB --to-new-job NAME --yes` with these options."""
-    verb = ["restore", job.name, "-n", job.namespace, "--to-new-job", name, "--yes"]
+def fork(job: Job, name: str, step: int) -> subprocess.CompletedProcess[str]:
+    """Run `kubectl holdfast restore JOB@STEP --to-new-job NAME --yes`."""
+    place = (f"{job.name}@{step}", "-n", job.namespace)
     return subprocess.run(
-        [sys.executable, "-m", "holdfast_cli", *verb, *words],
+        [sys.executable, "-m", "holdfast_cli", "restore", *place, "--to-new-job", name, "--yes"],
         env={**os.environ, "KUBECONFIG": kubeconfig_path()},
         capture_output=True,
         text=True,
@@ -36,12 +36,12 @@ def follow(scenario: Scenario, name: str) -> Job:
 def test_a_fork_of_a_job_that_trains_ends_in_the_bits_of_its_source(scenario):
     source = scenario.start(LONG, object_every=10, keep_last=10)
     step = source.wait_persisted(20)["step"]
-    refused = fork(source, "fork", "--step", "3")
+    refused = fork(source, "fork", 3)
     assert refused.returncode == 1
     assert "step 3 of job gpt" in refused.stderr, refused.stderr
-    ended = fork(source, "fork", "--step", str(step))
+    ended = fork(source, "fork", step)
     assert ended.returncode == 0, ended.stderr
-    again = fork(source, "fork", "--step", str(step))
+    again = fork(source, "fork", step)
     assert again.returncode == 1
     assert "exists already" in again.stderr, again.stderr
     forked = follow(scenario, "fork")

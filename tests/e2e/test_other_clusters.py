@@ -79,14 +79,14 @@ def test_a_store_is_imported_after_every_object_was_lost(scenario):
         timeout_seconds=90,
         describe=lambda: show(kube.items("Checkpoint", namespace)),
     )
-    shown = run_cli(namespace, "import-store", "--store", "main", "--dry-run")
+    shown = run_cli(namespace, "import", "store/main", "--dry-run")
     assert shown.returncode == 0, shown.stderr
     assert kube.items("Checkpoint", namespace) == []
-    ended = run_cli(namespace, "import-store", "--store", "main", "--job", "lost")
+    ended = run_cli(namespace, "import", "store/main", "--job", "lost")
     assert ended.returncode == 0, ended.stderr
     name = newest_of(kube, namespace)
     assert name in ended.stdout
-    again = run_cli(namespace, "import-store", "--store", "main", "--job", "lost")
+    again = run_cli(namespace, "import", "store/main", "--job", "lost")
     assert again.returncode == 0, again.stderr
     assert "import 0 checkpoints" in again.stdout
     job = scenario.start(SLOW, name="found", restore_from=name)

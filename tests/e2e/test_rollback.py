@@ -15,19 +15,18 @@ from testbed.driver.scenario import SHORT
 LONG = replace(SHORT, steps=120, sleep_per_step=0.4)  # the rollbacks must hit the training
 
 
-def restore(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `kubectl holdfast restore JOB --yes` with these options."""
+def restore(job: Job, step: int) -> subprocess.CompletedProcess[str]:
+    """Run `kubectl holdfast restore JOB@STEP --yes`."""
     return subprocess.run(
         [
             sys.executable,
             "-m",
             "holdfast_cli",
             "restore",
-            job.name,
+            f"{job.name}@{step}",
             "-n",
             job.namespace,
             "--yes",
-            *words,
         ],
         env={**os.environ, "KUBECONFIG": kubeconfig_path()},
         capture_output=True,
@@ -40,7 +39,7 @@ def restore(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
 def roll_back(job: Job, step: int) -> None:
     """Roll the job back while it trains, and wait until it trains again."""
     before = job.round
-    ended = restore(job, "--step", str(step))
+    ended = restore(job, step)
     assert ended.returncode == 0, ended.stderr
     job.wait_round(before + 1, 180)
     newest = job.status["lineage"][-1]
@@ -54,7 +53,7 @@ def test_a_job_that_is_rolled_back_three_times_ends_in_the_same_bits(scenario):
     """The reference run was never rolled back."""
     job = scenario.start(LONG, object_every=10, keep_last=10)
     base = job.wait_persisted(20)["step"]
-    refused = restore(job, "--step", "3")
+    refused = restore(job, 3)
     assert refused.returncode == 1
     assert "no checkpoint of step 3" in refused.stderr
     pods = job.pod_uids()

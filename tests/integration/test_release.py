@@ -148,10 +148,10 @@ def test_a_trainer_trains_with_the_packages_that_the_init_container_copies(
 
 
 def test_the_plugin_of_the_archive_starts_without_an_installation(tmp_path: Path) -> None:
-    own = wheels.built(ROOT, SOURCE.epoch, {"core": "", "cli": ""}, tmp_path / "wheels")
+    own = wheels.built(ROOT, SOURCE.epoch, wheels.DISTRIBUTIONS, tmp_path / "wheels")
     tree = tmp_path / "tree"
     trees.build(ROOT, krew.PLUGIN, [*own.values()], tree, platform=PLATFORM, pythons=(PYTHON,))
     link = tmp_path / "kubectl-holdfast"  # krew links to the program from a folder on the PATH
     link.symlink_to(tree / "bin/kubectl-holdfast")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    assert "usage: kubectl holdfast" in run(link, "--help", PATH=path).stdout
+    assert "Usage: kubectl holdfast" in run(link, "--help", PATH=path).stdout

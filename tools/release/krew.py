@@ -19,7 +19,7 @@ PLATFORMS = {
     ("darwin", "arm64"): "aarch64-apple-darwin",
 }
 """uv's name of each platform, by the labels by which krew selects it."""
-PLUGIN = trees.Program("kubectl-holdfast", "holdfast-cli", "holdfast_cli.__main__")
+PLUGIN = trees.Program("kubectl-holdfast", "holdfast-cli", "holdfast_cli.program")
 MANIFEST = "krew-holdfast.yaml"
 
 
@@ -32,9 +32,8 @@ def build(
 ) -> None:
     """Write an archive for each platform, then the manifest with their digests."""
     found = {}
-    members = {member: wheels.DISTRIBUTIONS[member] for member in ("core", "cli")}
     with tempfile.TemporaryDirectory() as folder:
-        own = wheels.built(root, source.epoch, members, Path(folder) / "wheels")
+        own = wheels.built(root, source.epoch, wheels.DISTRIBUTIONS, Path(folder) / "wheels")
         for (system, machine), platform in platforms.items():
             tree = Path(folder) / f"{system}-{machine}"
             trees.build(root, PLUGIN, list(own.values()), tree, platform=platform, pythons=pythons)
@@ -64,10 +63,11 @@ def manifest(
         "spec": {
             "version": f"v{version}",
             "homepage": where["homepage"],
-            "shortDescription": "Show and save checkpoints of training jobs",
+            "shortDescription": "Show, verify, restore and delete checkpoints",
             "description": (
-                "Shows the checkpoints of Holdfast's TrainingJobs with their copies and recoveries, "
-                "and requests a save. It needs Python 3.11 or newer as python3 on the PATH.\n"
+                "Shows, saves, verifies, restores and deletes the checkpoints of Holdfast's "
+                "TrainingJobs, and those in folders and stores. It needs Python 3.11 or newer as "
+                "python3 on the PATH.\n"
             ),
             "platforms": [
                 {

@@ -1,1 +1,1 @@
-"""The `kubectl holdfast` plug-in: shows jobs and checkpoints, and requests saves."""
+"""The command line of Holdfast: `kubectl holdfast`, and the verbs of `holdfast` besides `run`."""

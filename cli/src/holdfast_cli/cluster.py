@@ -16,12 +16,12 @@ from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION as KUBECO
 from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 from urllib3.exceptions import HTTPError, ProtocolError
 
-from holdfast_cli.gangs import KINDS, MemberPod, accepted, members
+from holdfast_cli.errors import CommandError, NotFound, UsageError
+from holdfast_cli.gangs import KINDS, VERSION, MemberPod, accepted, members, newest_of
+from holdfast_cli.targets import ClusterTarget, Kind
 from holdfast_core.contract import METRICS_PORT
-from holdfast_core.errors import HoldfastError
 from holdfast_core.names import GROUP, JOB_UID_LABEL
 
-VERSION = "v1alpha1"
 REQUEST_SECONDS = (5, 30)
 """Time-outs of a request: for the connection, and for each read."""
 READ_TRIES = 3
@@ -30,17 +30,9 @@ _SAMPLE = re.compile(r"^holdfast_newest_step\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
-class ClusterError(HoldfastError):
-    """Error for the terminal: one sentence that says what failed and what to do."""
-
-
-class NotFound(ClusterError):
-    """The namespace has no object of this name."""
-
-
 @dataclass(frozen=True, slots=True)
 class ClusterClient:
-    """Client for one kubeconfig context and namespace. Requests raise ClusterError."""
+    """Client for one kubeconfig context and namespace. Requests raise CommandError."""
 
     api: Any
     namespace: str
@@ -62,10 +54,10 @@ class ClusterClient:
             everywhere: Whether lists contain the objects of all namespaces.
 
         Raises:
-            ClusterError: There is no kubeconfig, it cannot be used, or it lacks the context.
+            CommandError: There is no kubeconfig, it cannot be used, or it lacks the context.
         """
         if not any(Path(p).expanduser().exists() for p in KUBECONFIG.split(os.pathsep)):
-            raise ClusterError(
+            raise CommandError(
                 f"no kubeconfig found at {KUBECONFIG}: set KUBECONFIG to the file of your cluster"
             )
         configuration = type.__call__(client.Configuration)
@@ -82,7 +74,7 @@ class ClusterClient:
             api = client.ApiClient(configuration)
         except Exception as error:  # the library raises any error for a file that is no kubeconfig
             wanted = "the active context" if context is None else f"context {context}"
-            raise ClusterError(
+            raise CommandError(
                 f"{wanted} of the kubeconfig {KUBECONFIG} cannot be used: {_one_line(str(error))}; "
                 "kubectl config get-contexts lists the contexts"
             ) from error
@@ -128,6 +120,41 @@ class ClusterClient:
     def checkpoints(self, gang: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the Checkpoints that the gang has committed."""
         return self.items("checkpoints", f"{JOB_UID_LABEL}={gang['metadata']['uid']}")
+
+    def checkpoint_of(self, target: ClusterTarget) -> dict[str, Any]:
+        """Return the Checkpoint that a target names, or that of the step of a job.
+
+        Without a step it is the newest one of the job that is in an object store. A plain word is a job, or
+        a Checkpoint where no job has the name.
+
+        Raises:
+            NotFound: There is none.
+            UsageError: The target is a store, or a Checkpoint with a step.
+        """
+        if target.kind is Kind.STORE:
+            raise UsageError(
+                f"{target} is a store: name a job, a checkpoint, or the URL of the store"
+            )
+        gang = None
+        if target.kind is not Kind.CHECKPOINT:
+            try:
+                gang = self.gang(target.name)
+            except NotFound:
+                if target.kind is Kind.JOB or target.step is not None:
+                    raise
+        if gang is not None:
+            return newest_of(gang, self.checkpoints(gang), target.step)
+        if target.step is not None:
+            raise UsageError(f"{target}: a Checkpoint has one step: omit @{target.step}")
+        try:
+            return self.get("checkpoints", target.name)
+        except NotFound as error:
+            if target.kind is Kind.CHECKPOINT:
+                raise
+            tried = " and ".join(
+                f"{plural}/{target.name}" for plural in (*KINDS.values(), "checkpoints")
+            )
+            raise NotFound(self._not_found(tried)) from error
 
     def members(self, gang: dict[str, Any]) -> list[MemberPod]:
         """Return the workers of the gang with their pods."""
@@ -196,12 +223,12 @@ class ClusterClient:
                 **options,
             )
         except ApiException as error:
-            kind = NotFound if _is_missing_object(error) else ClusterError
+            kind = NotFound if _is_missing_object(error) else CommandError
             raise kind(self._refused(error, what, plural)) from error
         except (HTTPError, OSError) as error:
             if tries > 1 and isinstance(error, ProtocolError):
                 return self._request(what, call, plural, *arguments, tries=tries - 1, **options)
-            raise ClusterError(self._unreachable(str(error))) from error
+            raise CommandError(self._unreachable(str(error))) from error
 
     def _unreachable(self, cause: str) -> str:
         return (

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast_cli.errors import NotFound
 from holdfast_core.names import member_pod_names
 
+VERSION = "v1alpha1"
+"""Version of the custom resources."""
 KINDS = {"TrainingJob": "trainingjobs", "CheckpointAdoption": "checkpointadoptions"}
 """Plural of each kind of gang."""
 
@@ -31,6 +34,34 @@ class MemberPod:
 def accepted(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the gang that the operator has not refused. A namespace may have one of each kind of a name."""
     return next((gang for gang in found if not _is_refused(gang)), found[0])
+
+
+def newest_of(
+    gang: dict[str, Any], checkpoints: Iterable[dict[str, Any]], step: int | None
+) -> dict[str, Any]:
+    """Return the Checkpoint of a step, or the newest one in an object store.
+
+    The restart round counts before the step, because after a rollback a newer checkpoint has a lower step.
+
+    Raises:
+        NotFound: The gang has none.
+    """
+
+    def age(item: dict[str, Any]) -> tuple[int, int]:
+        return (item.get("status") or {}).get("round") or 0, item["spec"].get("step") or 0
+
+    name = gang["metadata"]["name"]
+    if step is not None:
+        found = [item for item in checkpoints if item["spec"].get("step") == step]
+        wanted = f"checkpoint of step {step}"
+    else:
+        found = [item for item in checkpoints if _is(item, "Persisted", "True")]
+        wanted = "checkpoint in an object store"
+    if not found:
+        raise NotFound(
+            f"job {name} has no {wanted}: `kubectl holdfast list {name}` lists what it has"
+        )
+    return max(found, key=age)
 
 
 def obstacle_to_order(gang: dict[str, Any]) -> str | None:
@@ -63,7 +94,7 @@ def obstacle_to_start_over(gang: dict[str, Any]) -> str | None:
         step = status.get("step", 0)
         return (
             f"{name} trains, and to start it over would lose step {step} and all before it. "
-            f"`kubectl holdfast restore {name} --step N` rolls it back to a checkpoint; create another job "
+            f"`kubectl holdfast restore {name}@STEP` rolls it back to a checkpoint; create another job "
             "to train from the start"
         )
     running = conditions["Running"]
@@ -71,8 +102,13 @@ def obstacle_to_start_over(gang: dict[str, Any]) -> str | None:
 
 
 def _is_refused(gang: dict[str, Any]) -> bool:
-    conditions = (gang.get("status") or {}).get("conditions", [])
-    return any((c["type"], c["status"]) == ("Accepted", "False") for c in conditions)
+    return _is(gang, "Accepted", "False")
+
+
+def _is(item: dict[str, Any], kind: str, value: str) -> bool:
+    """Return whether an object has a condition with this status."""
+    conditions = (item.get("status") or {}).get("conditions", [])
+    return any((c["type"], c["status"]) == (kind, value) for c in conditions)
 
 
 def members(gang: dict[str, Any], pods: Iterable[dict[str, Any]]) -> list[MemberPod]:

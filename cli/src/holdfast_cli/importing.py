@@ -1,27 +1,29 @@
-"""`kubectl holdfast import-store`: make Checkpoint objects of what a store has and this cluster lacks.
+"""`import`: save weights of another tool in a folder, or make Checkpoint objects of what a store has.
 
-Another cluster wrote it, or etcd was lost. The command holds no keys of the store. It asks by an annotation
-of the CheckpointStore, the operator runs a pod that lists the store into its log, and the command reads the
-log and creates the objects, all with the rights of the person. It deletes nothing and changes no object.
+A store is imported where another cluster wrote it, or etcd was lost. The command holds no keys of the store.
+It asks by an annotation of the CheckpointStore, the operator runs a pod that lists the store into its log,
+and the command reads the log and creates the objects, all with the rights of the person. It deletes nothing
+and changes no object.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import secrets
-import sys
-import textwrap
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+import click
 
-from holdfast_cli.cluster import VERSION, ClusterClient, ClusterError
+from holdfast_cli.errors import CommandError, UsageError
+from holdfast_cli.gangs import VERSION
+from holdfast_cli.options import Session, common_options, target_argument
+from holdfast_cli.output import Column, Format, Result, Table, say, show
+from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, Target
 from holdfast_core.api import DeletionPolicy, size_text
 from holdfast_core.contract import ListContract
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
@@ -32,6 +34,9 @@ from holdfast_core.names import (
     LIST_COMPONENT,
     checkpoint_name,
 )
+
+if TYPE_CHECKING:
+    from holdfast_cli.cluster import ClusterClient
 
 START_SECONDS = 90.0
 """Longest wait for the pod to start. The operator creates it at once, and then its image is pulled."""
@@ -76,19 +81,19 @@ def parse_list(log: str) -> list[dict[str, Any]]:
     """Parse the log of the pod: a line for each checkpoint, and a last one that counts them.
 
     Raises:
-        ClusterError: The store could not be listed, or the kubelet has cut the log.
+        CommandError: The store could not be listed, or the kubelet has cut the log.
     """
     lines = log.splitlines()
     try:
         end = json.loads(lines[-1])
         if "error" in end:
-            raise ClusterError(f"the store cannot be listed: {end['error']}: {end['message']}")
+            raise CommandError(f"the store cannot be listed: {end['error']}: {end['message']}")
         found = [json.loads(line) for line in lines[-1 - end["lines"] : -1]]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         text = log.strip()[-500:] or "nothing"
-        raise ClusterError(f"the pod that lists the store wrote no list: {text}") from error
+        raise CommandError(f"the pod that lists the store wrote no list: {text}") from error
     if len(found) != end["lines"]:
-        raise ClusterError(
+        raise CommandError(
             f"the list has {end['lines']} checkpoints, and the kubelet kept only the last {len(found)} lines "
             "of the log: import one job at a time with --job"
         )
@@ -162,52 +167,127 @@ def _body(line: Mapping[str, Any], store: str) -> dict[str, Any]:
     }
 
 
-def import_view(found: StoreImport) -> Table:
-    """Return the table of what is imported. It fits into 80 columns; long names are folded."""
-    table = Table(box=None, padding=(0, 2, 0, 0), width=80)
-    table.add_column("CHECKPOINT", overflow="fold", ratio=1)
-    table.add_column("SIZE", no_wrap=True, justify="right")
-    table.add_column("RANKS", no_wrap=True, justify="right")
-    table.add_column("COMMITTED", no_wrap=True)
+def import_table(found: StoreImport) -> Table:
+    """Return the table of what is imported."""
+    columns: list[Column | str] = [
+        "CHECKPOINT",
+        Column("SIZE", right=True),
+        Column("RANKS", right=True),
+        "COMMITTED",
+    ]
+    rows = []
     for body in found.objects:
         stored = body["spec"]["stored"]
-        size, ranks = size_text(stored["bytes"]), str(stored["worldSize"])
-        table.add_row(body["metadata"]["name"], size, ranks, stored["committedAt"])
-    return table
+        size = size_text(stored["bytes"])
+        rows.append((body["metadata"]["name"], size, stored["worldSize"], stored["committedAt"]))
+    return Table(columns, rows)
 
 
-def import_store(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
+@click.command(
+    "import",
+    help="Save weights of another tool as step 0 of a new folder, where TARGET is the folder or the file "
+    "with the weights. Or, where it is store/NAME, create a Checkpoint object for each checkpoint of the "
+    "CheckpointStore that has none: another cluster wrote it, or etcd was lost. A new job restores one by "
+    "spec.restoreFrom. Nothing is deleted or changed, in the store or in the cluster.",
+)
+@target_argument(Kind.STORE)
+@click.option("--format", type=click.Choice(["hf", "dcp", "torch"]), help="Format of the weights.")
+@click.option("--to", metavar="DIR", help="Folder without checkpoints, for the weights.")
+@click.option("--entry", help="Entry of the state that gets the weights (default: model).")
+@click.option("--job", help="Name or uid of one job of the store (default: all of the namespace).")
+@click.option(
+    "--from-namespace",
+    metavar="NAMESPACE",
+    help="Namespace of the jobs in the store, where another cluster had another one.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be created, and create nothing.")
+@common_options
+@click.pass_obj
+def command(
+    session: Session,
+    target: Target,
+    format: Any,
+    to: str | None,
+    entry: str | None,
+    job: str | None,
+    from_namespace: str | None,
+    dry_run: bool,
+) -> Result | None:
+    if isinstance(target, ClusterTarget):
+        if target.kind is not Kind.STORE or target.step is not None:
+            raise UsageError(
+                f"import does not apply to {target}: expected store/NAME, or ./{target.name} for a folder"
+            )
+        if format or to or entry:
+            raise UsageError(
+                "--format, --to and --entry are for weights: omit them with store/NAME"
+            )
+        import_store(
+            session.cluster(),
+            target.name,
+            session.format,
+            job=job,
+            from_namespace=from_namespace,
+            dry_run=dry_run,
+        )
+        return None
+    if job or from_namespace or dry_run:
+        raise UsageError("--job, --from-namespace and --dry-run are for store/NAME: omit them")
+    if format is None or to is None:
+        raise UsageError(
+            f"an import of weights needs --format and --to DIR; store/{Path(target.place).name} names a "
+            "CheckpointStore"
+        )
+    return _import_weights(target, format, to, entry)
+
+
+def _import_weights(target: PlaceTarget, format: Any, to: str, entry: str | None) -> Result:
+    from holdfast.conversion import Import, import_weights
+    from holdfast.convert.exporting import DEFAULT_ENTRY
+
+    if target.step is not None:
+        raise UsageError(f"weights have no step: omit @{target.step}")
+    source = Path(target.place).expanduser()
+    count = import_weights(Import(source, format, to, entry or DEFAULT_ENTRY))
+    text = f"imported {count} tensors of {target.place} as step 0 of {to}"
+    return Result({"tensors": count, "source": target.place, "to": to, "step": 0}, [text])
+
+
+def import_store(
+    cluster: ClusterClient,
+    store: str,
+    format: Format = Format.TABLE,
+    *,
+    job: str | None = None,
+    from_namespace: str | None = None,
+    dry_run: bool = False,
+) -> None:
     """List the store, show what this cluster does not know, and create its objects."""
-    namespace = arguments.from_namespace or cluster.namespace
-    wanted = ListContract(namespace, arguments.job, secrets.token_hex(8)).to_json()
-    cluster.get("checkpointstores", arguments.store)
-    annotate(cluster, arguments.store, wanted)
+    wanted = ListContract(from_namespace or cluster.namespace, job, secrets.token_hex(8)).to_json()
+    cluster.get("checkpointstores", store)
+    annotate(cluster, store, wanted)
     try:
-        listed = parse_list(_log_of(cluster, arguments.store, wanted))
+        listed = parse_list(_log_of(cluster, store, wanted))
     finally:
-        annotate(cluster, arguments.store, None)
-    found = plan_import(listed, cluster.items("checkpoints"), arguments.store)
-    if arguments.output == "json":
-        document = {"create": found.objects, "known": found.known, "unusable": found.unusable}
-        print(json.dumps(document, indent=1))
-    else:
-        if found.objects:
-            Console(width=80).print(import_view(found))
-        print(textwrap.fill(found.summary, 80))
+        annotate(cluster, store, None)
+    found = plan_import(listed, cluster.items("checkpoints"), store)
+    document = {"create": found.objects, "known": found.known, "unusable": found.unusable}
+    table = [import_table(found)] if found.objects else []
+    show(Result(document, [*table, found.summary]), format)
     for why in found.unusable:
-        print(textwrap.fill(f"left out: {why}", 80), file=sys.stderr)
-    if arguments.dry_run or not found.objects:
+        say(f"left out: {why}")
+    if dry_run or not found.objects:
         return
     for number, body in enumerate(found.objects):
         try:
             cluster.create("checkpoints", body)
-        except ClusterError as error:
-            raise ClusterError(
+        except CommandError as error:
+            raise CommandError(
                 f"{error}. {number} of {len(found.objects)} objects were created; repeat the command to "
                 "create the others"
             ) from error
     newest = found.objects[-1]["metadata"]["name"]
-    print(f"created; a new job restores one with spec.restoreFrom.checkpointRef.name: {newest}")
+    say(f"created; a new job restores one with spec.restoreFrom.checkpointRef.name: {newest}")
 
 
 def annotate(cluster: ClusterClient, store: str, request: str | None) -> None:
@@ -230,7 +310,7 @@ def _log_of(cluster: ClusterClient, store: str, wanted: str) -> str:
             why = f"pod {pod['metadata']['name']} has not started"
         waits = pod is None or phase == "Pending"
         if waits and time.monotonic() - started > START_SECONDS:
-            raise ClusterError(
+            raise CommandError(
                 f"CheckpointStore {store} was not listed within {START_SECONDS:.0f} s: {why}. "
                 f"kubectl describe checkpointstore {store} -n {cluster.namespace} may say why"
             )

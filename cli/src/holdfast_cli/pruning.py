@@ -1,4 +1,4 @@
-"""`kubectl holdfast prune`: show and delete what the retention of a job does not keep in the object store.
+"""`prune`: show and delete what the retention of a job does not keep in the object store.
 
 The command plans with the operator's own function. It deletes no data itself: it sets deletionPolicy
 DeleteData and the finalizer of a Checkpoint, and deletes the object. The operator then has the data deleted.
@@ -7,21 +7,19 @@ It keeps the data of a checkpoint that something needs meanwhile.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+import click
 
-from holdfast_cli.cluster import ClusterClient, ClusterError
+from holdfast_cli.errors import StateError
+from holdfast_cli.options import Session, common_options, target_argument, yes_option
+from holdfast_cli.output import Column, Format, Result, Table, say, show
 from holdfast_cli.question import confirm
+from holdfast_cli.targets import Kind, Target, named, without_step
 from holdfast_core.api import (
     GANGS,
     Checkpoint,
@@ -36,6 +34,11 @@ from holdfast_core.ids import JobUid
 from holdfast_core.retention import EXPLAINED, RetentionReason
 from holdfast_core.sources import NoSource, find_source
 from holdfast_core.store_retention import cloned_of, plan_store, pruned_by
+
+if TYPE_CHECKING:
+    from holdfast_cli.cluster import ClusterClient
+
+INSTEAD = "A folder is pruned by its Checkpointer (keep_last), after each save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +113,13 @@ def plan_pruning(
     return Pruning(tuple(doomed), Counter(verdict.reason for verdict in plan.keep))
 
 
-def pruning_view(pruning: Pruning) -> Table:
-    """Return the table of what is pruned. It fits into 80 columns; long names are folded."""
-    table = Table(box=None, padding=(0, 2, 0, 0), width=80)
-    table.add_column("CHECKPOINT", overflow="fold", ratio=1)
-    table.add_column("SIZE", no_wrap=True, justify="right")
-    table.add_column("REASON", no_wrap=True)
-    for pruned in pruning.prune:
-        status = pruned.checkpoint.status
-        table.add_row(pruned.checkpoint.name, size_text(status.bytes), EXPLAINED[pruned.reason])
-    return table
+def pruning_table(pruning: Pruning) -> Table:
+    """Return the table of what is pruned."""
+    rows = [
+        (p.checkpoint.name, size_text(p.checkpoint.status.bytes), EXPLAINED[p.reason])
+        for p in pruning.prune
+    ]
+    return Table(["CHECKPOINT", Column("SIZE", right=True), "REASON"], rows)
 
 
 def pruning_document(pruning: Pruning) -> dict[str, Any]:
@@ -165,27 +165,56 @@ def with_data(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def prune_store(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
+@click.command(
+    "prune",
+    help="Show which checkpoints in the object store the retention of a job does not keep, with their sizes "
+    "and the reasons, and delete them after a question.",
+)
+@target_argument(Kind.JOB)
+@click.option("--dry-run", is_flag=True, help="Show the plan and delete nothing.")
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Keep N newest checkpoints in place of retention.keepLast, at least 2: if the newest one cannot be "
+    "read, an older one is needed.",
+)
+@yes_option
+@common_options
+@click.pass_obj
+def command(
+    session: Session, target: Target, dry_run: bool, keep_last: int | None, yes: bool
+) -> None:
+    job = without_step(named(target, "prune", (Kind.JOB,), INSTEAD), "prune").name
+    prune_store(
+        session.cluster(), job, session.format, keep_last=keep_last, dry_run=dry_run, yes=yes
+    )
+
+
+def prune_store(
+    cluster: ClusterClient,
+    job: str,
+    format: Format = Format.TABLE,
+    *,
+    keep_last: int | None = None,
+    dry_run: bool = False,
+    yes: bool = False,
+) -> None:
     """Show the plan of a job, and delete what it names after a question."""
-    gang = parse_gang(cluster.gang(arguments.job))
+    gang = parse_gang(cluster.gang(job))
     checkpoints = [Checkpoint.from_dict(c) for c in cluster.items("checkpoints")]
     gangs = [parse_gang(raw) for raw in cluster.gangs()]
-    now = SystemClock().utc_now()
-    pruning = plan_pruning(gang, checkpoints, gangs, now, keep_last=arguments.keep_last)
-    if arguments.output == "json":
-        print(json.dumps(pruning_document(pruning), indent=1))
-    else:
-        if pruning.prune:
-            Console(width=80).print(pruning_view(pruning))
-        print(textwrap.fill(pruning.summary, 80))
+    pruning = plan_pruning(gang, checkpoints, gangs, SystemClock().utc_now(), keep_last=keep_last)
+    table = [pruning_table(pruning)] if pruning.prune else []
+    show(Result(pruning_document(pruning), [*table, pruning.summary]), format)
     obstacle = why_not(gang)
-    if arguments.dry_run or not pruning.prune:
+    if dry_run or not pruning.prune:
         if obstacle is not None and pruning.prune:
-            print(textwrap.fill(f"note: {obstacle}", 80), file=sys.stderr)
+            say(f"note: {obstacle}")
         return
     if obstacle is not None:
-        raise ClusterError(f"nothing was deleted: {obstacle}")
-    if not arguments.yes:
+        raise StateError(f"nothing was deleted: {obstacle}")
+    if not yes:
         confirm(
             f"delete the data of {len(pruning.prune)} checkpoints? It cannot be undone.",
             refused="nothing was deleted",
@@ -195,4 +224,4 @@ def prune_store(cluster: ClusterClient, arguments: argparse.Namespace) -> None:
     for pruned in pruning.prune:
         item = pruned.checkpoint
         cluster.delete_with("checkpoints", item.name, item.uid, with_data(item))
-    print("the operator deletes them now; their objects go when the data is gone")
+    say("the operator deletes them now; their objects go when the data is gone")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from holdfast_cli.cluster import ClusterError
+import click
+
+from holdfast_cli.errors import CommandError, UsageError
 
 
 def confirm(question: str, *, refused: str, no_terminal: str) -> None:
@@ -16,11 +18,11 @@ def confirm(question: str, *, refused: str, no_terminal: str) -> None:
         no_terminal: The error where there is no terminal to ask on.
 
     Raises:
-        ClusterError: `refused` or `no_terminal`.
+        CommandError: `refused`.
+        UsageError: `no_terminal`.
     """
     if not sys.stdin.isatty():
-        raise ClusterError(no_terminal)
-    print(f"{question} [y/N] ", end="")
-    sys.stdout.flush()
+        raise UsageError(no_terminal)
+    click.echo(f"{question} [y/N] ", nl=False, err=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise ClusterError(refused)
+        raise CommandError(refused)

@@ -1,4 +1,4 @@
-"""Tables for a terminal: turns objects (dicts) into rich renderables. Pure."""
+"""What a terminal shows of jobs and Checkpoints, which are dicts here. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from holdfast_cli.gangs import KINDS, MemberPod
+from holdfast_cli.output import Cell, Column, Line, Table
 from holdfast_core.ids import TierName
 from holdfast_core.names import RECOVERY_PHASES
 
@@ -83,49 +80,46 @@ class Screen:
     """What could not be read, in sentences."""
 
 
-def status_view(screen: Screen) -> RenderableType:
+def status_lines(screen: Screen) -> list[Line]:
     """Return one screen: levels, recoveries, goodput, pods, steps by rank and tier, checkpoints, problems."""
     job = screen.gang
     status = job.get("status") or {}
-    head = Table.grid(padding=(0, 2))
     persisted = status.get("lastPersisted") or {}
     rows = (
         ("phase", status.get("phase", "Pending")),
-        ("round", status.get("restartRound", "-")),
-        ("step", status.get("step", "-")),
-        ("committed", status.get("lastCommittedStep", "-")),
-        ("replicated", status.get("lastReplicatedStep", "-")),
-        ("persisted", persisted.get("step", "-")),
+        ("round", status.get("restartRound")),
+        ("step", status.get("step")),
+        ("committed", status.get("lastCommittedStep")),
+        ("replicated", status.get("lastReplicatedStep")),
+        ("persisted", persisted.get("step")),
         ("workers", workers_text(job)),
         *spares_row(job),
         *stragglers_row(status),
         ("restarts", status.get("restarts", 0)),
         ("goodput", goodput_bar((status.get("goodput") or {}).get("ratio"))),
     )
-    for name, value in rows:
-        head.add_row(Text(name, style="dim"), str(value))
-    title = f"{job['kind']} {job['metadata']['name']}"
-    parts: list[RenderableType] = [Text(title, style="bold"), head]
+    head = Table(("", ""), [(Cell(name, "dim"), value) for name, value in rows], headings=False)
+    lines: list[Line] = [Cell(f"{job['kind']} {job['metadata']['name']}", "bold"), head]
     recoveries = status.get("recoveries") or []
     if recoveries:
-        parts += [recoveries_view(recoveries), Text(phases_line(recoveries[-1]), style="dim")]
+        lines += [recoveries_table(recoveries), Cell(phases_line(recoveries[-1]), "dim")]
         earlier = len(recoveries) - SHOWN_RECOVERIES
         if earlier > 0:
-            parts.append(Text(f"{earlier} earlier ones are in status.recoveries", style="dim"))
+            lines.append(Cell(f"{earlier} earlier ones are in status.recoveries", "dim"))
     if screen.members:
-        parts.append(members_view(screen.members))
+        lines.append(members_table(screen.members))
     if screen.tiers:
-        parts.append(tier_map(screen.tiers))
+        lines.append(tier_table(screen.tiers))
     if screen.checkpoints:
-        parts.append(checkpoints_view(newest(screen.checkpoints)))
+        lines.append(checkpoints_table(newest(screen.checkpoints)))
     for condition in status.get("conditions", []):
         known = (condition["type"], condition["status"])
         trouble = known in _TROUBLE or (*known, condition["reason"]) in _TROUBLE_BY_REASON
         if trouble or known in _WORDS:
             text = f"{condition['type']}: {condition['reason']}: {condition['message']}"
-            parts.append(Text(text, style="red" if trouble else ""))
-    parts.extend(Text(problem, style="red") for problem in screen.problems)
-    return Group(*parts)
+            lines.append(Cell(text, "red" if trouble else ""))
+    lines.extend(Cell(problem, "red") for problem in screen.problems)
+    return lines
 
 
 def running_reason(status: dict[str, Any]) -> str:
@@ -134,44 +128,45 @@ def running_reason(status: dict[str, Any]) -> str:
     return next((c["reason"] for c in conditions if c["type"] == "Running"), "-")
 
 
-def gangs_view(gangs: Sequence[dict[str, Any]], *, everywhere: bool = False) -> RenderableType:
+def gangs_lines(gangs: Sequence[dict[str, Any]], *, everywhere: bool = False) -> list[Line]:
     """Return a table of the gangs for each kind.
 
     Args:
         gangs: The gangs of one namespace, or of all namespaces.
         everywhere: Whether a column shows the namespaces.
     """
-    parts: list[RenderableType] = []
+    lines: list[Line] = []
     for kind in KINDS:
         of_kind = [gang for gang in gangs if gang["kind"] == kind]
         if of_kind:
-            parts += [Text(f"{kind}s", style="bold"), _gangs_table(of_kind, everywhere)]
+            lines += [Cell(f"{kind}s", "bold"), _gangs_table(of_kind, everywhere)]
     place = "the cluster" if everywhere else "the namespace"
-    return Group(*parts) if parts else Text(f"{place} has no {' and no '.join(KINDS)}")
+    return lines or [f"{place} has no {' and no '.join(KINDS)}"]
 
 
 def _gangs_table(gangs: Sequence[dict[str, Any]], everywhere: bool) -> Table:
-    # A terminal of 80 columns has room for the headings of all columns only with one space between them.
-    table = Table(box=None, padding=(0, 1), collapse_padding=everywhere, pad_edge=not everywhere)
-    for column in ("NAMESPACE", *_GANG_COLUMNS) if everywhere else _GANG_COLUMNS:
-        # A narrow terminal must not hide a part of a name.
-        table.add_column(column, overflow="fold")
+    rows = []
     for gang in sorted(gangs, key=lambda g: (*_namespace(g, everywhere), g["metadata"]["name"])):
         status = gang.get("status") or {}
         ratio = (status.get("goodput") or {}).get("ratio")
-        table.add_row(
+        row = (
             *_namespace(gang, everywhere),
             gang["metadata"]["name"],
             status.get("phase", "Pending"),
             running_reason(status),
-            str(status.get("step", "-")),
-            str(status.get("lastCommittedStep", "-")),
-            str((status.get("lastPersisted") or {}).get("step", "-")),
+            status.get("step"),
+            status.get("lastCommittedStep"),
+            (status.get("lastPersisted") or {}).get("step"),
             workers_text(gang),
-            str(status.get("restarts", 0)),
-            "-" if ratio is None else f"{ratio:.1%}",
+            status.get("restarts", 0),
+            None if ratio is None else f"{ratio:.1%}",
         )
-    return table
+        rows.append(row)
+    return Table(_columns(_GANG_COLUMNS, everywhere), rows)
+
+
+def _columns(names: Sequence[str], everywhere: bool) -> Sequence[str]:
+    return ("NAMESPACE", *names) if everywhere else names
 
 
 def _namespace(item: dict[str, Any], everywhere: bool) -> tuple[str, ...]:
@@ -190,15 +185,13 @@ def spares_row(gang: dict[str, Any]) -> list[tuple[str, str]]:
     return [("spares", f"{ready}/{wanted} ready")] if wanted else []
 
 
-def members_view(members: Sequence[MemberPod]) -> Table:
+def members_table(members: Sequence[MemberPod]) -> Table:
     """Return the table of the workers' pods."""
-    table = Table(box=None, padding=(0, 2))
-    for column in ("WORKER", "POD", "NODE", "PHASE", "RESTARTS"):
-        table.add_column(column)
+    rows = []
     for member in members:
         cells = (member.worker, member.pod, member.node, member.phase, member.restarts)
-        table.add_row(*map(str, cells), style="" if member.exists else "yellow")
-    return table
+        rows.append([Cell(str(cell), "" if member.exists else "yellow") for cell in cells])
+    return Table(("WORKER", "POD", "NODE", "PHASE", "RESTARTS"), rows)
 
 
 def newest(checkpoints: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -206,21 +199,20 @@ def newest(checkpoints: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(checkpoints, key=lambda c: c["spec"].get("step") or 0)[-SHOWN_CHECKPOINTS:]
 
 
-def tier_map(tiers: Mapping[int, Mapping[str, int]]) -> Table:
+def tier_table(tiers: Mapping[int, Mapping[str, int]]) -> Table:
     """Return the table of newest steps by rank and tier. `tiers` must hold at least one step."""
     newest = max(step for held in tiers.values() for step in held.values())
-    table = Table(box=None, padding=(0, 2))
-    table.add_column("rank", justify="right", style="dim")
-    for tier in TIERS:
-        table.add_column(tier, justify="right")
+    rows = []
     for rank in sorted(tiers):
-        cells = [Text(str(rank))]
+        cells = [Cell(str(rank), "dim")]
         for tier in TIERS:
             step = tiers[rank].get(tier)
-            style = "dim" if step is None else "green" if step == newest else "yellow"
-            cells.append(Text("·" if step is None else str(step), style=style))
-        table.add_row(*cells)
-    return table
+            if step is None:
+                cells.append(Cell("·", "dim"))
+            else:
+                cells.append(Cell(str(step), "green" if step == newest else "yellow"))
+        rows.append(cells)
+    return Table([Column(name, right=True) for name in ("rank", *TIERS)], rows)
 
 
 def goodput_bar(ratio: float | None) -> str:
@@ -236,22 +228,21 @@ def stragglers_row(status: dict[str, Any]) -> list[tuple[str, str]]:
     return [("stragglers", "ranks " + ", ".join(map(str, ranks)))] if ranks else []
 
 
-def recoveries_view(recoveries: Sequence[dict[str, Any]]) -> Table:
-    """Return the table of the newest recoveries, the newest first. Each is one line of 80 columns."""
-    table = Table(box=None, padding=(0, 1))
-    for column in ("RECOVERY", "REASON", "WORKERS", "TOTAL", "RESTORED", "LOST"):
-        table.add_column(column, no_wrap=True, overflow="ellipsis")
+def recoveries_table(recoveries: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of the newest recoveries, the newest first."""
+    rows = []
     for recovery in reversed(recoveries[-SHOWN_RECOVERIES:]):
         total = recovery.get("totalSeconds")
-        table.add_row(
+        row = (
             f"round {recovery.get('round', '-')}",
             recovery.get("reason", ""),
             ",".join(map(str, recovery.get("workers") or ["-"])),
-            "-" if total is None else f"{total:.1f} s",
-            str(recovery.get("restoredStep", "-")),
-            str(recovery.get("lostSteps", "-")),
+            None if total is None else f"{total:.1f} s",
+            recovery.get("restoredStep"),
+            recovery.get("lostSteps"),
         )
-    return table
+        rows.append(row)
+    return Table(("RECOVERY", "REASON", "WORKERS", "TOTAL", "RESTORED", "LOST"), rows)
 
 
 def phases_of(recovery: dict[str, Any]) -> dict[str, float]:
@@ -272,22 +263,21 @@ def phases_line(recovery: dict[str, Any]) -> str:
     return f"round {recovery.get('round', '-')}{where}: {', '.join(phases) or 'not measured'}{read}"
 
 
-def checkpoints_view(items: Sequence[dict[str, Any]], *, everywhere: bool = False) -> Table:
+def checkpoints_table(items: Sequence[dict[str, Any]], *, everywhere: bool = False) -> Table:
     """Return the table of Checkpoints by step, or by namespace and step with a column for it."""
-    table = Table(box=None, padding=(0, 2))
-    for column in ("NAMESPACE", *_CHECKPOINT_COLUMNS) if everywhere else _CHECKPOINT_COLUMNS:
-        table.add_column(column)
+    rows = []
     for item in sorted(
         items, key=lambda i: (*_namespace(i, everywhere), i["spec"].get("step") or 0)
     ):
         status = item.get("status") or {}
-        table.add_row(
+        row = (
             *_namespace(item, everywhere),
             item["metadata"]["name"],
-            item["spec"].get("jobRef", {}).get("name", "-"),
-            str(item["spec"].get("step", "-")),
-            status.get("phase", "-"),
-            status.get("size", "-"),
+            item["spec"].get("jobRef", {}).get("name"),
+            item["spec"].get("step"),
+            status.get("phase"),
+            status.get("size"),
             "yes" if item["spec"].get("pin") else "",
         )
-    return table
+        rows.append(row)
+    return Table(_columns(_CHECKPOINT_COLUMNS, everywhere), rows)

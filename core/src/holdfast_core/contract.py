@@ -111,6 +111,11 @@ MAX_DRILL_RANKS = 4096
 """Largest number of ranks for which a drill assembles the state. Each rank takes at least one request."""
 
 
+def drill_world_size(saved: int) -> int:
+    """Return the number of ranks for which a drill assembles the state of `saved` ranks by default."""
+    return 2 if saved == 1 else min(saved // 2, MAX_DRILL_RANKS)
+
+
 class DrillExit(IntEnum):
     """Exit codes of the programs that drill. 2 is a wrong command line."""
 

@@ -34,10 +34,10 @@ def find_unfit(
         on_nodes: Further steps of the present history that the nodes of the gang have.
     """
     objects = {id_: c for c in checkpoints if (id_ := c.id) is not None and id_.step == step}
-    status, place = gang.status, f"{gang.name} -n {gang.namespace}"
+    status, there = gang.status, f"-n {gang.namespace}"
     last = status.last_persisted
     known = {*objects} if last is None or last.step != step else {*objects, last.id}
-    listed = f"`kubectl holdfast checkpoints {place}` lists the others"
+    listed = f"`kubectl holdfast list {gang.name} {there}` lists the others"
     if not known:
         if step in on_nodes:
             return None
@@ -47,7 +47,7 @@ def find_unfit(
         old = max(known, key=age_of)
         text = (
             f"step {step} of round {old.round} is off the lineage, because the job went back to an older "
-            f"step since. A fork trains from it: `kubectl holdfast restore {place} --step {step} "
+            f"step since. A fork trains from it: `kubectl holdfast restore {gang.name}@{step} {there} "
             "--to-new-job NAME`"
         )
         return Unfit(True, text)

@@ -87,7 +87,7 @@ def _by_rule(
             "has no Checkpoint" if source is not None else "is not there and has left no Checkpoint"
         )
         text = f"spec.restoreFrom asks for {asked}: job {name} {there}"
-        return NoSource(False, f"{text}. `kubectl holdfast checkpoints {name}` lists them")
+        return NoSource(False, f"{text}. `kubectl holdfast list {name}` lists them")
     lineage = () if source is None else source.status.lineage
     present = [c for c in checkpoints if (id_ := c.id) is not None and on_lineage(id_, lineage)]
     if spec.step is not None:
@@ -113,7 +113,7 @@ def _by_rule(
     text = f"spec.restoreFrom asks for {asked}, and no checkpoint of job {name} is that"
     if problems:
         text += f" ({'; '.join(problems[:3])})"
-    return NoSource(bool(present), f"{text}. `kubectl holdfast checkpoints {name}` lists them")
+    return NoSource(bool(present), f"{text}. `kubectl holdfast list {name}` lists them")
 
 
 def describe(spec: RestoreFromSpec) -> str:

@@ -17,15 +17,15 @@ pytestmark = pytest.mark.integration
 FORK = ("--to-new-job", "fork")
 
 
-def restore(bed: OperatorBed, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `kubectl holdfast restore gpt --yes` with these options."""
+def restore(bed: OperatorBed, target: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `kubectl holdfast restore TARGET --yes` with these options."""
     return subprocess.run(
         [
             sys.executable,
             "-m",
             "holdfast_cli",
             "restore",
-            "gpt",
+            target,
             "-n",
             bed.namespace,
             "--yes",
@@ -42,14 +42,14 @@ def restore(bed: OperatorBed, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.fault("A job is rolled back three times in a row while it trains")
 def test_a_job_goes_back_by_the_command_three_times_in_a_row(empty_bed: OperatorBed) -> None:
     empty_bed.start_with_gang()
-    refused = restore(empty_bed, "--step", "3")
-    assert refused.returncode == 1
+    refused = restore(empty_bed, "gpt@3")
+    assert refused.returncode == 5
     assert "no checkpoint of step 3 is known" in refused.stderr
     pods = empty_bed.pod_names()
     empty_bed.until("the commit", lambda: "lastCommittedStep" in empty_bed.status())
     step = str(empty_bed.status()["lastCommittedStep"])
     for round_ in (1, 2, 3):
-        ended = restore(empty_bed, "--step", step)
+        ended = restore(empty_bed, f"gpt@{step}")
         assert ended.returncode == 0, ended.stderr
         empty_bed.until(
             f"round {round_}",
@@ -69,8 +69,8 @@ def test_a_job_goes_back_by_the_command_three_times_in_a_row(empty_bed: Operator
 def test_a_job_without_a_store_is_not_forked(empty_bed: OperatorBed) -> None:
     empty_bed.start_operator()
     empty_bed.train(training_job())
-    refused = restore(empty_bed, "--to-new-job", "fork")
-    assert refused.returncode == 1
+    refused = restore(empty_bed, "gpt", "--to-new-job", "fork")
+    assert refused.returncode == 6
     assert "has no object store" in refused.stderr
 
 
@@ -84,13 +84,13 @@ def test_a_fork_starts_from_the_checkpoint_of_the_job(empty_bed: OperatorBed) ->
         empty_bed.pod(0, 0), replace(training(3, 0, 40), last_persisted=saved)
     )
     empty_bed.until(
-        "the Checkpoint", lambda: restore(empty_bed, *FORK, "--dry-run").returncode == 0
+        "the Checkpoint", lambda: restore(empty_bed, "gpt", *FORK, "--dry-run").returncode == 0
     )
-    refused = restore(empty_bed, *FORK, "--step", "3")
+    refused = restore(empty_bed, "gpt@3", *FORK)
     assert "step 3 of job gpt" in refused.stderr
-    ended = restore(empty_bed, *FORK)
+    ended = restore(empty_bed, "gpt", *FORK)
     assert ended.returncode == 0, ended.stderr
-    assert restore(empty_bed, *FORK).returncode == 1, "it exists"
+    assert restore(empty_bed, "gpt", *FORK).returncode == 1, "it exists"
     empty_bed.until("the first round", lambda: "restartRound" in empty_bed.status("fork"))
     assert empty_bed.condition("Accepted", "fork")["status"] == "True"
     assert empty_bed.status()["restartRound"] == 0, "its source stays as it is"

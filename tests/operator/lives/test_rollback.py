@@ -24,7 +24,7 @@ def training(*, every: int = 5) -> Life:
 
 
 def roll_back(life: Life, step: int) -> None:
-    """Do what `kubectl holdfast restore JOB --step N` does."""
+    """Do what `kubectl holdfast restore JOB@STEP` does."""
     life.change_spec(rollback={"round": life.status.lineage[-1].round, "step": step})
 
 
@@ -164,7 +164,7 @@ def test_a_step_that_cannot_be_restored_changes_nothing() -> None:
     reason, text = note(life)
     assert reason == Reason.CHECKPOINT_NOT_FOUND
     assert "no checkpoint of step 3 is known" in text
-    assert "kubectl holdfast checkpoints job" in text
+    assert "kubectl holdfast list job" in text
     assert life.status.restart_round == 0
     life.change_spec(rollback=None)
     life.run(20)
@@ -180,7 +180,7 @@ def test_an_order_of_an_earlier_round_has_no_effect() -> None:
     life.run(20)
     reason, text = note(life)
     assert reason == Reason.ROLLBACK_OUTDATED
-    assert f"kubectl holdfast restore job -n team-a --step {back.step}" in text
+    assert f"kubectl holdfast restore job@{back.step} -n team-a" in text
     assert life.status.restart_round == 1
 
 

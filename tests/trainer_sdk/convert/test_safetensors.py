@@ -77,7 +77,7 @@ def test_an_export_has_the_names_and_the_bits_of_the_model(folder: Path, tmp_pat
 
 
 def test_a_step_and_a_type_can_be_chosen(folder: Path, tmp_path: Path) -> None:
-    words = ["export", str(folder), "--format", "hf", "--to", str(tmp_path / "out"), "--step", "1"]
+    words = ["export", f"{folder}@1", "--format", "hf", "--to", str(tmp_path / "out")]
     assert main([*words, "--dtype", "bfloat16"]) == 0
     found = load_file(tmp_path / "out/model.safetensors")
     assert found["count"].item() == 1
@@ -138,11 +138,11 @@ def test_the_configuration_is_copied_without_weights(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("step", "words", "code", "text"),
     [
-        (["--step", "7"], "expected step 7, found steps 1, 2"),
-        (["--entry", "net"], "no tensors below 'net'.*model"),
-        (["--config-from", "/nowhere"], "expected a config.json"),
+        ("@7", [], 5, "expected step 7, found steps 1, 2"),
+        ("", ["--entry", "net"], 2, "no tensors below 'net'.*model"),
+        ("", ["--config-from", "/nowhere"], 2, "expected a config.json"),
     ],
     ids=str,
 )
@@ -150,11 +150,13 @@ def test_a_wrong_choice_leaves_no_output(
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    step: str,
     words: list[str],
+    code: int,
     text: str,
 ) -> None:
     out = tmp_path / "out"
-    assert main(["export", str(folder), "--format", "hf", "--to", str(out), *words]) == 1
+    assert main(["export", f"{folder}{step}", "--format", "hf", "--to", str(out), *words]) == code
     assert re.search(text, capsys.readouterr().err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
 
@@ -165,7 +167,7 @@ def test_an_output_that_exists_is_not_changed(folder: Path, tmp_path: Path) -> N
     words = ["export", str(folder), "--format", "hf", "--to", str(out)]
     assert main(words) == 0  # an empty folder may be filled
     (out / "model.safetensors").write_text("mine")
-    assert main(words) == 1
+    assert main(words) == 2
     assert (out / "model.safetensors").read_text() == "mine"
 
 
@@ -178,7 +180,7 @@ def test_a_folder_that_cannot_be_replaced_is_refused_before_the_export(
     if kind == "link":
         (tmp_path / "empty").mkdir()
         out.symlink_to(tmp_path / "empty")
-    assert main(["export", str(folder), "--format", "hf", "--to", str(out)]) == 1
+    assert main(["export", str(folder), "--format", "hf", "--to", str(out)]) == 2
     assert f"{out} is a link or a mount point" in capsys.readouterr().err
 
 
@@ -221,7 +223,7 @@ def test_damaged_bytes_are_not_exported(tmp_path: Path, capsys: pytest.CaptureFi
     write_checkpoint(tmp_path / "ckpt", {"model.w": (Tensor("F32", whole.shape), whole)}, [1])
     path = damage(tmp_path / "ckpt", 0, offset=700_000)
     words = ["export", str(tmp_path / "ckpt"), "--format", "hf", "--to", str(tmp_path / "out")]
-    assert main(words) == 1
+    assert main(words) == 3
     assert str(path) in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
 
@@ -261,7 +263,7 @@ def test_an_import_into_a_folder_with_checkpoints_changes_nothing(
 ) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     words = ["import", str(tmp_path / "model.safetensors"), "--format", "hf", "--to", str(folder)]
-    assert main(words) == 1
+    assert main(words) == 2
     assert "has checkpoints already, the newest of step 2" in capsys.readouterr().err
     with holdfast.open(folder) as opened:
         assert opened.steps() == (1, 2)

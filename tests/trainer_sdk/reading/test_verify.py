@@ -41,14 +41,21 @@ def test_the_newest_step_is_read(store: Path, capsys: pytest.CaptureFixture[str]
     assert main(["verify", str(store)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"step 2 of {store}: read 0.0")
-    assert out.endswith("intact\n")
+    assert out.endswith("Intact: every byte matches its digest\n")
 
 
 def test_the_state_is_assembled(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(store), "--step", "1", "--restore", "--world-size", "3"]) == 0
+    assert main(["verify", f"{store}@1", "--restore", "--world-size", "3"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("step 1 of ")
-    assert "assembled 4 tensors for 3 ranks: equal\n" in out
+    assert "assembled for 3 ranks: equal\n" in out
+
+
+def test_another_number_of_ranks_is_chosen_without_one(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(store), "--restore"]) == 0
+    assert "assembled for 2 ranks: equal\n" in capsys.readouterr().out
 
 
 def test_damage_is_listed(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,24 +63,28 @@ def test_damage_is_listed(store: Path, capsys: pytest.CaptureFixture[str]) -> No
     pack_of(store, 1, 0).unlink()
     assert main(["verify", str(store)]) == 3
     out = capsys.readouterr().out
-    assert "DAMAGED in " in out
+    assert "Damaged: " in out
     assert "  shard of rank 1: WrongBytes: " in out
     assert "  shard of rank 0: " in out
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "text"),
+    ("step", "words", "status", "text"),
     [
-        (["--step", "9"], 1, "expected step 9, found the steps 1, 2"),
-        (["--restore"], 2, "--restore and --world-size are given together"),
-        (["--world-size", "2"], 2, "--restore and --world-size are given together"),
-        (["--restore", "--world-size", "0"], 1, "expected 1 to 4096 ranks"),
+        ("@9", [], 5, "expected step 9, found the steps 1, 2"),
+        ("", ["--world-size", "2"], 2, "--world-size is the number of ranks of --restore"),
+        ("", ["--restore", "--world-size", "4097"], 2, "expected 1 to 4096 ranks"),
     ],
 )
 def test_a_wrong_request(
-    store: Path, capsys: pytest.CaptureFixture[str], words: list[str], status: int, text: str
+    store: Path,
+    capsys: pytest.CaptureFixture[str],
+    step: str,
+    words: list[str],
+    status: int,
+    text: str,
 ) -> None:
-    assert main(["verify", str(store), *words]) == status
+    assert main(["verify", f"{store}{step}", *words]) == status
     assert text in capsys.readouterr().err
 
 
@@ -83,7 +94,7 @@ def test_a_folder_of_a_checkpointer(tmp_path: Path, capsys: pytest.CaptureFixtur
     with holdfast.Checkpointer(dir=folder, interval_steps=0) as ckpt:
         ckpt.save(5, state).wait()
     assert main(["verify", str(folder), "--restore", "--world-size", "2"]) == 0
-    assert "assembled 2 tensors for 2 ranks: equal\n" in capsys.readouterr().out
+    assert "assembled for 2 ranks: equal\n" in capsys.readouterr().out
     (shard,) = folder.glob("tier/**/*.shard")
     flip_bit(shard, 100_000)
     assert main(["verify", str(folder)]) == 3
@@ -95,5 +106,5 @@ def test_a_folder_of_a_checkpointer(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_an_empty_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(tmp_path)]) == 1
+    assert main(["verify", str(tmp_path)]) == 2
     assert "expected a folder in which a Checkpointer has saved" in capsys.readouterr().err

@@ -1,51 +1,62 @@
-"""The `holdfast` console script: `run` (the launcher), `export`, `import`, `merge`, `verify`, `version`."""
+"""The `holdfast` console script: `run` (the launcher), `version`, and the verbs of the package holdfast-cli.
+
+`run` and `version` need no other package, because they run in every pod.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from holdfast.base.settings import current_environment
-from holdfast_core.contract import PodContract
 from holdfast_core.errors import ConfigError
 
 EXIT_USAGE = 2
+_COMMAND_LINE = "holdfast_cli"
+"""Imported by name, because the package depends on this one."""
+_OWN_VERBS = (
+    "holdfast run [options] SCRIPT ... starts the ranks of this pod or node, and holdfast version prints the "
+    "version. The other verbs need the package holdfast-cli: pip install holdfast-cli\n"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    text = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="holdfast", description="Fault-tolerant training.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("version", help="print the version")
-    run_parser = verbs.add_parser(
-        "run",
-        usage="holdfast run [options] SCRIPT ...  or  holdfast run [options] -- COMMAND ...",
-        help="start the ranks of this pod or node",
-        allow_abbrev=False,
-    )
-    from holdfast.launcher import main as launcher
-    from holdfast.launcher import options
-
-    options.add_arguments(run_parser)
-    from holdfast import conversion, verifying
-
-    conversion.add_verbs(verbs)
-    verifying.add_verb(verbs)
-    try:
-        words, command, is_command_line = text, list[str](), False
-        if text[:1] == ["run"]:
-            words, command, is_command_line = options.split(text)
-        arguments = parser.parse_args(words)
-        if arguments.verb == "version":
+    words = list(sys.argv[1:] if argv is None else argv)
+    match words[:1]:
+        case ["run"]:
+            return _run(words)
+        case ["version"] if len(words) == 1:
             sys.stdout.write(f"holdfast {version('holdfast-sdk')}\n")
             return 0
-        if arguments.verb in conversion.VERBS:
-            return conversion.run(arguments)
-        if arguments.verb == verifying.VERB:
-            return verifying.run(arguments)
+    if importlib.util.find_spec(_COMMAND_LINE) is None:
+        is_help = words in (["-h"], ["--help"])
+        (sys.stdout if is_help else sys.stderr).write(_OWN_VERBS)
+        return 0 if is_help else EXIT_USAGE
+    program = importlib.import_module(f"{_COMMAND_LINE}.program")
+    code: int = program.run(words, "holdfast")
+    return code
+
+
+def _run(words: list[str]) -> int:
+    from holdfast.base.settings import current_environment
+    from holdfast.launcher import main as launcher
+    from holdfast.launcher import options
+    from holdfast_core.contract import PodContract
+
+    parser = argparse.ArgumentParser(
+        prog="holdfast run",
+        usage="holdfast run [options] SCRIPT ...  or  holdfast run [options] -- COMMAND ...",
+        description="Start the ranks of this pod or node.",
+        allow_abbrev=False,
+    )
+    options.add_arguments(parser)
+    try:
+        own, command, is_command_line = options.split(words)
+        arguments = parser.parse_args(own[1:])
         contract = PodContract.from_env()
         run_options = options.options_from(
             arguments,

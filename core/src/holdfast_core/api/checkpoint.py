@@ -190,7 +190,7 @@ class CheckpointSpec(ApiModel):
         StoredCheckpoint | None,
         Field(
             description="What an object store has of it, for a checkpoint that this cluster did not save or "
-            "no longer knows. `kubectl holdfast import-store` writes it."
+            "no longer knows. `kubectl holdfast import store/NAME` writes it."
         ),
     ] = None
 

@@ -106,7 +106,7 @@ class RestoreFromSpec(ApiModel):
         Field(
             ge=0,
             description="Step of the checkpoint.",
-            json_schema_extra=remedy("`kubectl holdfast checkpoints JOB` lists the steps"),
+            json_schema_extra=remedy("`kubectl holdfast list JOB` lists the steps"),
         ),
     ] = None
     latest: Annotated[
@@ -148,9 +148,9 @@ class RollbackSpec(ApiModel):
         Field(
             ge=0,
             description="Step of a checkpoint of the job, from which the gang trains again. "
-            "`kubectl holdfast restore JOB --step N` sets it. Absent: the start, which is restoreFrom or "
+            "`kubectl holdfast restore JOB@STEP` sets it. Absent: the start, which is restoreFrom or "
             "step 0, if nothing can be restored (`kubectl holdfast restart JOB --from-start`).",
-            json_schema_extra=remedy("`kubectl holdfast checkpoints JOB` lists the steps"),
+            json_schema_extra=remedy("`kubectl holdfast list JOB` lists the steps"),
         ),
     ] = None
 

@@ -33,7 +33,7 @@ from holdfast_core.api import (
     StoreDrills,
     changed,
 )
-from holdfast_core.contract import MAX_DRILL_RANKS, DrillContract, DrillExit, StoreVerb
+from holdfast_core.contract import DrillContract, DrillExit, StoreVerb, drill_world_size
 from holdfast_core.ids import JobUid
 from holdfast_core.store_retention import is_stored, restored_instead
 from holdfast_operator.decide.report.conditions import describe_instead
@@ -183,8 +183,7 @@ def ranks_of(store: CheckpointStore, drills: StoreDrills, checkpoint: Checkpoint
             return asked.world_size
     elif wanted is None or not wanted.restore:
         return None
-    saved = checkpoint.status.world_size or 1
-    return 2 if saved == 1 else min(saved // 2, MAX_DRILL_RANKS)
+    return drill_world_size(checkpoint.status.world_size or 1)
 
 
 # --------------------------------------------------------------------------- what it found

@@ -1,4 +1,4 @@
-"""The command that lists the checkpoints of a store in a pod of its own, for `kubectl holdfast import-store`.
+"""The command that lists the checkpoints of a store in a pod of its own, for `kubectl holdfast import`.
 
 A termination message has room for some twenty checkpoints. So the list goes to stdout, one line of JSON for
 each checkpoint, and the person's command reads the pod's log. The last line counts the others: a kubelet

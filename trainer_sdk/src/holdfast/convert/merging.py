@@ -55,14 +55,6 @@ class SourceStep:
     step: int | None
     """None: the checkpoint that a restore would choose."""
 
-    @classmethod
-    def parse(cls, text: str) -> SourceStep:
-        """Parse `PLACE@STEP`, or `PLACE`."""
-        place, at, step = text.rpartition("@")
-        if at and place and step.isascii() and step.isdigit() and len(step) <= 18:
-            return cls(place, int(step))
-        return cls(text, None)
-
 
 @dataclass(frozen=True, slots=True)
 class Method:

@@ -226,8 +226,8 @@ def with_rollback(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     newest = status.lineage[-1].round if status.lineage else None
     text = (
         f"spec.rollback names round {order.round}, and the newest round of the lineage is {newest}, which "
-        f"did not start from step {step}. To go back to it now: `kubectl holdfast restore {world.job.name} "
-        f"-n {world.job.namespace} --step {step}`"
+        f"did not start from step {step}. To go back to it now: `kubectl holdfast restore "
+        f"{world.job.name}@{step} -n {world.job.namespace}`"
     )
     return world.with_condition(status, kind, False, Reason.ROLLBACK_OUTDATED, text)
 

@@ -1,8 +1,7 @@
-"""`kubectl holdfast verify`: the request, what is shown meanwhile, and the exit codes."""
+"""`verify` of a checkpoint of the cluster: the request, what is shown meanwhile, and the exit codes."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import START, checkpoint, condition
 
-from holdfast_cli import drilling
-from holdfast_cli.cluster import ClusterError, NotFound
-from holdfast_cli.drilling import obstacle_to_drill, progress, verify_checkpoint
+from holdfast_cli import verifying
+from holdfast_cli.errors import CommandError, Exit, NotFound, StateError
+from holdfast_cli.output import Format, Result, rendered
+from holdfast_cli.verifying import drill, obstacle_to_drill, progress
 from holdfast_core.api import Checkpoint, CheckpointPhase, DrillStatus, changed
-from holdfast_core.contract import DrillExit
 
 STORED = checkpoint(20, 0, bytes=6_700_000, store="main")
 
@@ -49,7 +48,7 @@ class PlayedCluster:
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drilling, "POLL_SECONDS", 0)
+    monkeypatch.setattr(verifying, "POLL_SECONDS", 0)
 
 
 def drilled(of: Checkpoint, trigger: str, value: bool | None, reason: str) -> Checkpoint:
@@ -67,37 +66,29 @@ def drilled(of: Checkpoint, trigger: str, value: bool | None, reason: str) -> Ch
     return changed(of, status=status)
 
 
-def verify(cluster: Any, **options: Any) -> None:
-    values = {"checkpoint": STORED.name, "restore": False, "world_size": None, "no_wait": False}
-    verify_checkpoint(cluster, argparse.Namespace(**{**values, **options}))
+def verify(cluster: Any, **options: Any) -> Result:
+    return drill(
+        cluster, STORED.name, **{"restore": False, "world_size": None, "wait": True, **options}
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "reason", "status", "text"),
     [
-        (True, "Intact", DrillExit.INTACT, "assembled for 4 ranks: equal"),
-        (False, "Damaged", DrillExit.DAMAGED, "Damaged: "),
-        (False, "NotRestorable", DrillExit.NOT_RESTORABLE, "NotRestorable: "),
-        (None, "StoreUnavailable", DrillExit.NOT_READ, "not read to its end"),
+        (True, "Intact", Exit.SUCCESS, "assembled for 4 ranks: equal"),
+        (False, "Damaged", Exit.DAMAGED, "Damaged: "),
+        (False, "NotRestorable", Exit.NOT_RESTORABLE, "NotRestorable: "),
     ],
 )
-def test_the_exit_code_is_that_of_holdfast_verify(
-    capsys: pytest.CaptureFixture[str],
-    value: bool | None,
-    reason: str,
-    status: DrillExit,
-    text: str,
+def test_the_exit_code_says_what_a_drill_found(
+    capsys: pytest.CaptureFixture[str], value: bool, reason: str, status: Exit, text: str
 ) -> None:
     cluster = PlayedCluster(STORED, lambda c, trigger: drilled(c, trigger, value, reason))
-    with pytest.raises(SystemExit) as ended:
-        verify(cluster, restore=True, world_size=4)
-    assert ended.value.code == status
-    shown = capsys.readouterr()
-    assert text in shown.out
-    if value is not None:
-        assert "read 1.000 GiB in 4.0 s (0.25 GiB/s)" in shown.out
-    lines = shown.err.splitlines()
-    assert lines == [
+    found = verify(cluster, restore=True, world_size=4)
+    assert found.exit == status
+    shown = rendered(found, Format.TABLE)
+    assert text in shown and "read 1.000 GiB in 4.0 s (0.25 GiB/s)" in shown
+    assert capsys.readouterr().err.splitlines() == [
         "waiting for the drill of checkpoint other",
         "reading 6.4 MiB since 2026-05-04T00:00:00Z",
     ]
@@ -109,10 +100,16 @@ def test_the_exit_code_is_that_of_holdfast_verify(
     }
 
 
+def test_a_drill_that_was_cut_short_is_an_error() -> None:
+    cluster = PlayedCluster(STORED, lambda c, t: drilled(c, t, None, "StoreUnavailable"))
+    with pytest.raises(CommandError, match="not read to its end"):
+        verify(cluster)
+
+
 def test_each_request_has_another_trigger() -> None:
     clusters = [PlayedCluster(STORED, lambda c, t: None) for _ in range(2)]
     for cluster in clusters:
-        verify(cluster, no_wait=True)
+        verify(cluster, wait=False)
     first, second = (c.patches[0]["spec"]["verify"]["trigger"] for c in clusters)
     assert first != second
     assert len(first) <= 64
@@ -120,16 +117,11 @@ def test_each_request_has_another_trigger() -> None:
 
 @pytest.mark.fault("A checkpoint is deleted while `kubectl holdfast verify` waits for its drill")
 def test_a_checkpoint_that_is_deleted_meanwhile_ends_the_wait() -> None:
-    with pytest.raises(ClusterError, match="deleted meanwhile"):
+    with pytest.raises(StateError, match="deleted meanwhile"):
         verify(PlayedCluster(STORED, lambda c, t: None))
     pruned = changed(STORED, status=changed(STORED.status, phase=CheckpointPhase.DELETING))
-    with pytest.raises(ClusterError, match="being deleted"):
+    with pytest.raises(StateError, match="being deleted"):
         verify(PlayedCluster(STORED, lambda c, t: pruned))
-
-
-def test_a_world_size_without_restore_is_refused() -> None:
-    with pytest.raises(ClusterError, match="add --restore"):
-        verify(PlayedCluster(STORED, lambda c, t: None), world_size=4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,154 @@
+"""The command line: its verbs, and how a command runs, prints its result and ends.
+
+The module of a verb is imported when the verb runs. `--help` and completion read the table here only, so that
+they import no client of a cluster, no numpy and no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import click
+from click.shell_completion import CompletionItem
+
+from holdfast_cli.errors import EXPLAINED, Exit, exit_of
+from holdfast_cli.options import Session, place_options
+from holdfast_cli.output import Result, say, show
+from holdfast_cli.targets import PLAIN_WORDS, SYNTAX, Program
+from holdfast_core.errors import HoldfastError
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb, and where its command is."""
+
+    module: str
+    """Module of this package."""
+    help: str
+    command: str = "command"
+    """Name of the command in the module."""
+
+
+VERBS = {
+    "completion": Verb("completion", "print the script by which a shell completes commands"),
+    "export": Verb("exporting", "write a checkpoint for other tools"),
+    "import": Verb(
+        "importing", "save weights of another tool, or make objects of what a store has"
+    ),
+    "list": Verb("listing", "list checkpoints"),
+    "merge": Verb("exporting", "write the mean of the weights of several checkpoints", "merging"),
+    "prune": Verb("pruning", "delete the checkpoints that the retention of a job does not keep"),
+    "restart": Verb(
+        "restoring", "start a job over that has lost all of its checkpoints", "restart"
+    ),
+    "restore": Verb("restoring", "roll a job back to one of its checkpoints, or fork it"),
+    "save": Verb("saving", "request a save now"),
+    "status": Verb("status", "show levels, pods, tiers and recoveries of a job, or list all jobs"),
+    "verify": Verb("verifying", "read every byte of a checkpoint, and compare the digests"),
+}
+_OF_THE_SDK = {
+    "run": "start the ranks of this pod or node",
+    "version": "print the version",
+}
+"""Verbs that the program `holdfast` has without this package."""
+_ELSEWHERE = {
+    "checkpoints": "it is `{program} list` now",
+    "import-store": "it is `{program} import store/NAME` now",
+    "run": "it is a verb of the program holdfast: `holdfast run --help`",
+    "version": "it is a verb of the program holdfast: `holdfast version`",
+}
+"""What to do instead of a verb that does not exist here."""
+_EXIT_CODES = "Exit codes: " + "; ".join(f"{code.value} {EXPLAINED[code]}" for code in Exit) + "."
+
+
+class _Verbs(click.Group):
+    """The group of the verbs, which imports a verb when it runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_shown(ctx))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        verb = VERBS.get(cmd_name)
+        if verb is None:
+            return None
+        module = importlib.import_module(f"holdfast_cli.{verb.module}")
+        found: click.Command = getattr(module, verb.command)
+        return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in VERBS and args[0] in _ELSEWHERE:
+            advice = _ELSEWHERE[args[0]].format(program=ctx.info_name)
+            raise click.UsageError(f"no verb {args[0]}: {advice}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(sorted(_shown(ctx).items()))
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        program = ctx.ensure_object(Session).program
+        for text in (f"{SYNTAX} {PLAIN_WORDS[program]}", _EXIT_CODES):
+            formatter.write_paragraph()
+            formatter.write_text(text)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [
+            CompletionItem(name, help=text)
+            for name, text in sorted(_shown(ctx).items())
+            if name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
+
+def _shown(ctx: click.Context) -> dict[str, str]:
+    """Return the help of each verb that the program has."""
+    own = {name: verb.help for name, verb in VERBS.items()}
+    is_sdk = ctx.ensure_object(Session).program == "holdfast"
+    return own | _OF_THE_SDK if is_sdk else own
+
+
+@click.command(
+    cls=_Verbs,
+    help="Show, verify, move, restore and delete checkpoints of a folder, a store or a cluster.",
+    subcommand_metavar="VERB ...",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@place_options
+def cli() -> None:
+    pass
+
+
+def run(words: Sequence[str], program: Program) -> int:
+    """Run one command, print its result, and return the exit code."""
+    session = Session(program)
+    variable = f"_{program.upper().replace(' ', '_')}_COMPLETE"
+    try:
+        result = cli.main(
+            list(words),
+            prog_name=program,
+            complete_var=variable,
+            standalone_mode=False,
+            obj=session,
+        )
+        if isinstance(result, Result):
+            show(result, session.format)
+            return result.exit
+        return result if isinstance(result, int) else Exit.SUCCESS
+    except click.Abort:  # click makes it of an interrupt
+        return Exit.INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return Exit.USAGE
+    except HoldfastError as error:
+        say(f"{program}: {error}")
+        return exit_of(error)
+
+
+def main() -> None:
+    """Run `kubectl holdfast`."""
+    sys.exit(run(sys.argv[1:], "kubectl holdfast"))

@@ -1,0 +1,85 @@
+"""`status`: the levels, pods, tiers and recoveries of one job, or one line for each job."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from holdfast_cli.errors import CommandError, UsageError
+from holdfast_cli.gangs import MemberPod
+from holdfast_cli.options import (
+    Session,
+    common_options,
+    everywhere_option,
+    target_argument,
+)
+from holdfast_cli.output import Format, Result, show
+from holdfast_cli.targets import Kind, Target, named, without_step
+from holdfast_cli.views import Screen, gangs_lines, status_lines
+
+if TYPE_CHECKING:
+    from holdfast_cli.cluster import ClusterClient
+
+WATCH_SECONDS = 1.0
+INSTEAD = "`list` shows the checkpoints of a folder or a store"
+
+
+@click.command(
+    "status",
+    help="Show levels, pods, tiers and recoveries of a job, which is a TrainingJob or a "
+    "CheckpointAdoption, or list all jobs.",
+)
+@target_argument(Kind.JOB, required=False)
+@click.option("-w", "--watch", is_flag=True, help="Show it again every second, until Ctrl-C.")
+@everywhere_option
+@common_options
+@click.pass_obj
+def command(session: Session, target: Target | None, watch: bool) -> Result:
+    if watch and session.format in (Format.JSON, Format.YAML):
+        raise UsageError(f"--watch shows tables only: omit it, or omit --output {session.format}")
+    name = None
+    if target is not None:
+        name = without_step(named(target, "status", (Kind.JOB,), INSTEAD), "status").name
+        if session.everywhere:
+            raise UsageError("--all-namespaces lists everything: omit it, or omit the job")
+    cluster = session.cluster()
+    while watch:
+        result = status_of(cluster, name)
+        click.clear()
+        show(result, session.format)
+        time.sleep(WATCH_SECONDS)
+    return status_of(cluster, name)
+
+
+def status_of(cluster: ClusterClient, name: str | None) -> Result:
+    """Return the screen of a job, or the list of all jobs."""
+    if name is None:
+        gangs = cluster.gangs()
+        return Result(gangs, gangs_lines(gangs, everywhere=cluster.everywhere))
+    screen = _screen(cluster, name)
+    return Result(_document(screen), status_lines(screen))
+
+
+def _screen(cluster: ClusterClient, name: str) -> Screen:
+    gang = cluster.gang(name)
+    members: list[MemberPod] = []
+    problems: list[str] = []
+    try:
+        members = cluster.members(gang)
+    except CommandError as error:  # the rest of the screen does not need the pods
+        problems.append(str(error))
+    return Screen(gang, members, cluster.tiers(members), cluster.checkpoints(gang), problems)
+
+
+def _document(screen: Screen) -> dict[str, Any]:
+    return {
+        "kind": screen.gang["kind"],
+        "status": screen.gang.get("status"),
+        "pods": [asdict(member) for member in screen.members],
+        "tiers": screen.tiers,
+        "checkpoints": screen.checkpoints,
+        "problems": screen.problems,
+    }
