@@ -10,10 +10,10 @@ import click
 from holdfast.convert.exporting import DEFAULT_ENTRY, Export, Format, export
 from holdfast.convert.merging import MAX_THREADS, Merge, MergeReport, Method, SourceStep, merge
 from holdfast.convert.selection import CASTS
-from holdfast_cli.errors import UsageError
 from holdfast_cli.options import Session, TargetType, common_options, target_argument
 from holdfast_cli.output import Result
-from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, Target
+from holdfast_cli.places import place_of
+from holdfast_cli.targets import Kind, Target
 from holdfast_core.names import first_of
 
 _SHOWN_ENTRIES = 8
@@ -59,7 +59,7 @@ def command(
     dtype: str | None,
     config_from: Path | None,
 ) -> Result:
-    place = _place(target)
+    place = place_of(session, target)
     wanted = Export(place.place, format, to.absolute(), place.step, entry, dtype, config_from)
     step = export(wanted)
     return Result(
@@ -111,7 +111,7 @@ def merging(
     config_from: Path | None,
     threads: int | None,
 ) -> Result:
-    places = [_place(target) for target in targets]
+    places = [place_of(session, target) for target in targets]
     sources = tuple(SourceStep(place.place, place.step) for place in places)
     wanted = Merge(sources, Method.parse(method), to.absolute(), entry, dtype, config_from, threads)
     report = merge(wanted)
@@ -127,9 +127,3 @@ def _text(report: MergeReport, entry: str, to: Path) -> list[str]:
         f"not merged: other entries of the state ({left_out}); a merge has no optimizer state, no generators "
         "and no data position",
     ]
-
-
-def _place(target: Target) -> PlaceTarget:
-    if isinstance(target, ClusterTarget):
-        raise UsageError(f"{target} is an object of the cluster: name the URL of its store")
-    return target

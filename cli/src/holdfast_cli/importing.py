@@ -23,6 +23,7 @@ from holdfast_cli.errors import CommandError, UsageError
 from holdfast_cli.gangs import VERSION
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Column, Format, Result, Table, say, show
+from holdfast_cli.places import place_of
 from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, Target
 from holdfast_core.api import DeletionPolicy, size_text
 from holdfast_core.contract import ListContract
@@ -238,16 +239,18 @@ def command(
             f"an import of weights needs --format and --to DIR; store/{Path(target.place).name} names a "
             "CheckpointStore"
         )
-    return _import_weights(target, format, to, entry)
+    return _import_weights(session, target, format, to, entry)
 
 
-def _import_weights(target: PlaceTarget, format: Any, to: str, entry: str | None) -> Result:
+def _import_weights(
+    session: Session, target: PlaceTarget, format: Any, to: str, entry: str | None
+) -> Result:
     from holdfast.conversion import Import, import_weights
     from holdfast.convert.exporting import DEFAULT_ENTRY
 
     if target.step is not None:
         raise UsageError(f"weights have no step: omit @{target.step}")
-    source = Path(target.place).expanduser()
+    source = Path(place_of(session, target).place)
     count = import_weights(Import(source, format, to, entry or DEFAULT_ENTRY))
     text = f"imported {count} tensors of {target.place} as step 0 of {to}"
     return Result({"tensors": count, "source": target.place, "to": to, "step": 0}, [text])

@@ -14,6 +14,7 @@ from holdfast_cli.options import (
     target_argument,
 )
 from holdfast_cli.output import Column, Result, Table
+from holdfast_cli.places import place_of
 from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, Target, named, without_step
 from holdfast_cli.views import checkpoints_table
 
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 @click.pass_obj
 def command(session: Session, target: Target | None) -> Result:
     if target is not None and not isinstance(target, ClusterTarget):
-        return list_place(target)
+        return list_place(place_of(session, target))
     name = None
     if target is not None:
-        name = without_step(named(target, "list", (Kind.JOB,), ""), "list").name
+        target = without_step(named(target, "list", (Kind.JOB,), ""), "list")
+        name = target.name
         if session.everywhere:
             raise UsageError("--all-namespaces lists everything: omit it, or omit the job")
-    return list_objects(session.cluster(), name)
+    return list_objects(session.cluster(target), name)
 
 
 def list_objects(cluster: ClusterClient, job: str | None) -> Result:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-from holdfast_cli.errors import UsageError
+from holdfast_cli.errors import CommandError, NotFound, UsageError
 from holdfast_cli.output import Format
-from holdfast_cli.targets import Kind, Program, Target, parse_target
+from holdfast_cli.targets import ClusterTarget, Kind, Program, Target, parse_target
 
 if TYPE_CHECKING:
     from holdfast_cli.cluster import ClusterClient
 
 F = TypeVar("F", bound=Callable[..., Any])
+COMMON_OPTIONS = ("-n", "--namespace", "--context", "-o", "--output")
 JOBS = (Kind.JOB,)
-CHECKPOINTS = (Kind.CHECKPOINT,)
+STORES = (Kind.STORE,)
 EITHER = (Kind.JOB, Kind.CHECKPOINT)
 
 
@@ -33,15 +34,26 @@ class Session:
     everywhere: bool = False
     """Whether lists contain the objects of all namespaces."""
     format: Format = Format.TABLE
+    variables: dict[str, str] = field(default_factory=dict)
+    """Variables of the environment that a store of the cluster has set."""
 
-    def cluster(self) -> ClusterClient:
-        """Connect to the cluster. Raises UsageError or CommandError."""
+    def cluster(self, target: ClusterTarget | None = None) -> ClusterClient:
+        """Connect to the cluster, which has the target. Raises UsageError or CommandError."""
         # The client takes half a second of CPU to import, which verbs on folders and stores do not need.
         from holdfast_cli.cluster import ClusterClient
 
         if self.everywhere and self.namespace is not None:
             raise UsageError("--all-namespaces lists everything: omit it, or omit --namespace")
-        return ClusterClient.connect(self.context, self.namespace, everywhere=self.everywhere)
+        try:
+            return ClusterClient.connect(self.context, self.namespace, everywhere=self.everywhere)
+        except CommandError as error:
+            if target is None or target.kind is not None or self.program != "holdfast":
+                raise
+            # The word is more likely the name of a folder with a mistake in it.
+            raise NotFound(
+                f"there is no folder {target.name} here, and no cluster that may have a job of this name: "
+                f"{error}"
+            ) from error
 
     def target(self, text: str) -> Target:
         """Return what a text names. Raises UsageError or NotFound."""

@@ -15,9 +15,18 @@ import click
 from click.shell_completion import CompletionItem
 
 from holdfast_cli.errors import EXPLAINED, Exit, exit_of
-from holdfast_cli.options import Session, place_options
+from holdfast_cli.options import (
+    COMMON_OPTIONS,
+    EITHER,
+    JOBS,
+    STORES,
+    Session,
+    TargetType,
+    common_options,
+    place_options,
+)
 from holdfast_cli.output import Result, say, show
-from holdfast_cli.targets import PLAIN_WORDS, SYNTAX, Program
+from holdfast_cli.targets import PLAIN_WORDS, SYNTAX, Kind, Program
 from holdfast_core.errors import HoldfastError
 
 
@@ -30,23 +39,41 @@ class Verb:
     help: str
     command: str = "command"
     """Name of the command in the module."""
+    kinds: tuple[Kind, ...] = EITHER
+    """Kinds of objects that its TARGET may name, by which a shell completes it. Empty: it has no TARGET."""
+
+    def load(self) -> click.Command:
+        """Import the module and return the command."""
+        module = importlib.import_module(f"holdfast_cli.{self.module}")
+        found: click.Command = getattr(module, self.command)
+        return found
 
 
 VERBS = {
-    "completion": Verb("completion", "print the script by which a shell completes commands"),
+    "completion": Verb(
+        "completion", "print the script by which a shell completes commands", kinds=()
+    ),
     "export": Verb("exporting", "write a checkpoint for other tools"),
     "import": Verb(
-        "importing", "save weights of another tool, or make objects of what a store has"
+        "importing",
+        "save weights of another tool, or make objects of what a store has",
+        kinds=STORES,
     ),
-    "list": Verb("listing", "list checkpoints"),
+    "list": Verb("listing", "list checkpoints", kinds=JOBS),
     "merge": Verb("exporting", "write the mean of the weights of several checkpoints", "merging"),
-    "prune": Verb("pruning", "delete the checkpoints that the retention of a job does not keep"),
-    "restart": Verb(
-        "restoring", "start a job over that has lost all of its checkpoints", "restart"
+    "prune": Verb(
+        "pruning", "delete the checkpoints that the retention of a job does not keep", kinds=JOBS
     ),
-    "restore": Verb("restoring", "roll a job back to one of its checkpoints, or fork it"),
-    "save": Verb("saving", "request a save now"),
-    "status": Verb("status", "show levels, pods, tiers and recoveries of a job, or list all jobs"),
+    "restart": Verb(
+        "restoring", "start a job over that has lost all of its checkpoints", "restart", kinds=JOBS
+    ),
+    "restore": Verb(
+        "restoring", "roll a job back to one of its checkpoints, or fork it", kinds=JOBS
+    ),
+    "save": Verb("saving", "request a save now", kinds=JOBS),
+    "status": Verb(
+        "status", "show a job with its pods, tiers and recoveries, or list all jobs", kinds=JOBS
+    ),
     "verify": Verb("verifying", "read every byte of a checkpoint, and compare the digests"),
 }
 _OF_THE_SDK = {
@@ -72,11 +99,7 @@ class _Verbs(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         verb = VERBS.get(cmd_name)
-        if verb is None:
-            return None
-        module = importlib.import_module(f"holdfast_cli.{verb.module}")
-        found: click.Command = getattr(module, verb.command)
-        return found
+        return None if verb is None else verb.load()
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -84,6 +107,9 @@ class _Verbs(click.Group):
         if args[0] not in VERBS and args[0] in _ELSEWHERE:
             advice = _ELSEWHERE[args[0]].format(program=ctx.info_name)
             raise click.UsageError(f"no verb {args[0]}: {advice}", ctx)
+        verb = VERBS.get(args[0])
+        if ctx.resilient_parsing and verb is not None and verb.kinds and _has_no_own(args[1:]):
+            return args[0], _completed(args[0], verb), args[1:]
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -103,6 +129,31 @@ class _Verbs(click.Group):
             if name.startswith(incomplete)
         ]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
+
+class _CompletedVerb(click.Command):
+    """A verb of which a shell completes the TARGET.
+
+    The module of the verb may import pydantic and numpy, which takes longer than a person waits. So only the
+    completion of an option imports it.
+    """
+
+    verb: Verb
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        return self.verb.load().shell_complete(ctx, incomplete)
+
+
+def _completed(name: str, verb: Verb) -> click.Command:
+    targets = click.Argument(["targets"], type=TargetType(*verb.kinds), nargs=-1)
+    command = common_options(_CompletedVerb(name, params=[targets]))
+    command.verb = verb
+    return command
+
+
+def _has_no_own(words: Sequence[str]) -> bool:
+    """Return whether all options among the words are those of every verb."""
+    return all(word in COMMON_OPTIONS for word in words if word.startswith("-"))
 
 
 def _shown(ctx: click.Context) -> dict[str, str]:

@@ -18,6 +18,7 @@ import click
 from holdfast_cli.errors import CommandError, Exit, NotFound, StateError, UsageError
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Result, say
+from holdfast_cli.places import place_of
 from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, Target
 from holdfast_core.api import Checkpoint, CheckpointCondition, CheckpointPhase, size_text
 from holdfast_core.clock import SystemClock, stamp
@@ -93,12 +94,12 @@ def command(
     if world_size is not None and not restore:
         raise UsageError("--world-size is the number of ranks of --restore: add --restore")
     if isinstance(target, ClusterTarget):
-        cluster = session.cluster()
+        cluster = session.cluster(target)
         name = cluster.checkpoint_of(target)["metadata"]["name"]
         return drill(cluster, name, restore=restore, world_size=world_size, wait=not no_wait)
     if no_wait:
         raise UsageError(f"--no-wait is for checkpoints of a cluster: {target} is read here")
-    return verify_place(target, restore=restore, world_size=world_size)
+    return verify_place(place_of(session, target), restore=restore, world_size=world_size)
 
 
 def verify_place(target: PlaceTarget, *, restore: bool, world_size: int | None) -> Result:

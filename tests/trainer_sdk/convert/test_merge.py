@@ -341,7 +341,7 @@ def test_checkpoints_that_differ_are_refused_by_name(
     ("words", "status", "text"),
     [
         (["{}@2", "{}@9"], 5, "expected step 9, found steps 1, 2, 3"),
-        (["{}@2", "./nowhere@3"], 2, "expected a folder in which a Checkpointer has saved"),
+        (["{}@2", "./nowhere@3"], 5, "there is no folder ./nowhere"),
         (["{}@2"], 2, "expected at least two sources"),
         (["{}@2", "{}@3", "--entry", "net"], 2, "no tensors below 'net'"),
         (["{}@2", "{}@3", "--to", "{}"], 2, "exists already"),
