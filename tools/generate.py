@@ -1,6 +1,6 @@
 """Writes the files that are generated from code.
 
-These are crds/, the chart's CRD templates, docs/reference/{api,metrics,sdk}.md, docs/dependencies.md,
+These are crds/, the chart's CRD templates, docs/reference/{api,cli,metrics,sdk}.md, docs/dependencies.md,
 docs/faults.md, docs/adr/README.md, docs/images/house-*.svg, the tables of folders in docs/architecture.md,
 and the version in each file that names it.
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
-from tools import dependencies, draw_house, faults
+from tools import command_line, dependencies, draw_house, faults
 from tools.release import version
 
 import holdfast
@@ -38,6 +38,7 @@ CHART_CRDS = Path("charts/holdfast/templates/crds")
 REFERENCE = Path("docs/reference/api.md")
 METRICS = Path("docs/reference/metrics.md")
 SDK = Path("docs/reference/sdk.md")
+COMMAND_LINE = Path("docs/reference/cli.md")
 DEPENDENCIES = Path("docs/dependencies.md")
 FAULTS = Path("docs/faults.md")
 DECISIONS = Path("docs/adr/README.md")
@@ -369,6 +370,7 @@ def outputs() -> dict[Path, str]:
     files[REFERENCE] = reference()
     files[METRICS] = metrics_reference()
     files[SDK] = sdk_reference()
+    files[COMMAND_LINE] = command_line.page()
     files[DEPENDENCIES] = dependencies.page(ROOT)
     files[FAULTS] = faults.page(ROOT)
     files[DECISIONS] = decisions(ROOT)

@@ -97,6 +97,7 @@ def command(
 @click.option(
     "--threads",
     type=click.IntRange(1, MAX_THREADS),
+    metavar="N",
     help=f"Default: one for each processor, at most {MAX_THREADS}.",
 )
 @common_options

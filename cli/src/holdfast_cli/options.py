@@ -85,7 +85,8 @@ class TargetType(click.ParamType[Target]):
 
 def target_argument(*kinds: Kind, required: bool = True) -> Callable[[F], F]:
     """Add the argument TARGET. A shell completes the names of objects of these kinds."""
-    return click.argument("target", metavar="TARGET", type=TargetType(*kinds), required=required)
+    metavar = "TARGET" if required else "[TARGET]"
+    return click.argument("target", metavar=metavar, type=TargetType(*kinds), required=required)
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
