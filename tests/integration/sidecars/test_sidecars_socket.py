@@ -11,12 +11,9 @@ import sys
 import urllib.error
 import urllib.request
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.servers.minio_server import MinioServer
-from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
 from tests.support.sidecar import DEADLINE_SECONDS, FakeRank
 from tests.support.sidecar.gang import Gangs
 
@@ -153,35 +150,6 @@ async def test_probes_hooks_and_the_end(gangs: Gangs) -> None:
 def read(url: str) -> str:
     with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as response:
         return str(response.read().decode())
-
-
-@pytest.mark.parametrize(
-    ("secret", "reason"),
-    [(SECRET_KEY, "Available"), ("wrong", "AccessDenied")],
-    ids=["right key", "wrong key"],
-)
-def test_probe_store_leaves_its_report_for_the_kubelet(
-    tmp_path: Path, secret: str, reason: str
-) -> None:
-    with MinioServer() as server:
-        (tmp_path / "accessKey").write_text(ACCESS_KEY)
-        (tmp_path / "secretKey").write_text(secret)
-        ended = subprocess.run(
-            [sys.executable, "-m", "holdfast_sidecar", "probe-store"],
-            env={
-                **os.environ,
-                "HOLDFAST_STORE": server.config("probe").to_json(),
-                "HOLDFAST_STORE_DIR": str(tmp_path),
-                "HOLDFAST_TERMINATION_LOG": str(tmp_path / "log"),
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    assert ended.returncode == 0, ended.stderr
-    report = json.loads((tmp_path / "log").read_text())
-    assert report == json.loads(ended.stdout)
-    assert report["reason"] == reason
 
 
 def test_a_wrong_environment_is_reported_by_name() -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -17,6 +13,7 @@ import pytest
 from tests.support.servers.hostile_s3 import Hang, HostileProxy
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.ports import free_port
+from tests.support.sidecar.commands import run_command, start_command, write_keys
 from tests.support.tiers.stored_checkpoints import NAMESPACE, StoredStep, store_step, values
 from tests.support.tiers.stores import s3_tier
 
@@ -26,7 +23,6 @@ from holdfast_core.store.drilled import StoredJob
 from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
-DEADLINE_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +41,11 @@ class Bed:
         uid = self.steps[0].request.job_uid
         return DeleteContract(NAMESPACE, uid, tuple(ids[i] for i in doomed), kept, ended=True)
 
-    def start(self, wanted: str, config: StoreConfig) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "holdfast_sidecar", "delete"],
-            env={
-                **os.environ,
-                "HOLDFAST_STORE": config.to_json(),
-                "HOLDFAST_STORE_DIR": str(self.folder),
-                "HOLDFAST_DELETE": wanted,
-                "HOLDFAST_TERMINATION_LOG": str(self.folder / "log"),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
     def run(
         self, wanted: DeleteContract | str, config: StoreConfig | None = None
     ) -> tuple[int, dict[str, Any]]:
         """Run the command and return its exit code and report."""
-        text = wanted if isinstance(wanted, str) else wanted.to_json()
-        with self.start(text, config or self.config) as child:
-            printed, errors = child.communicate(timeout=DEADLINE_SECONDS)
-        report = json.loads((self.folder / "log").read_text())
-        assert json.loads(printed) == report, errors
-        return child.returncode, report
+        return run_command("delete", self.folder, variables_of(wanted, config or self.config))
 
     def stored(self) -> set[str]:
         found = self.server.admin().list_objects(self.server.bucket, recursive=True)
@@ -81,6 +57,11 @@ class Bed:
         return not report.bad_count
 
 
+def variables_of(wanted: DeleteContract | str, config: StoreConfig) -> dict[str, str]:
+    text = wanted if isinstance(wanted, str) else wanted.to_json()
+    return {"HOLDFAST_STORE": config.to_json(), "HOLDFAST_DELETE": text}
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[MinioServer]:
     with MinioServer() as running:
@@ -89,9 +70,7 @@ def server() -> Iterator[MinioServer]:
 
 @pytest.fixture
 def bed(server: MinioServer, tmp_path: Path) -> Iterator[Bed]:
-    keys = server.credentials.keys
-    (tmp_path / "accessKey").write_text(keys.access_key)
-    (tmp_path / "secretKey").write_text(keys.secret_key)
+    write_keys(tmp_path, server.credentials.keys)
     config = server.config("delete")
     with closing(s3_tier(config, server.credentials)) as tier:
         first = store_step(tier, tmp_path, 1, values(1))
@@ -148,7 +127,7 @@ def test_it_may_be_killed_at_any_request(bed: Bed, at: int) -> None:
     with HostileProxy(bed.server.endpoint) as proxy:
         proxy.add(lambda _: len(proxy.requests) >= at, Hang())
         through = replace(bed.config, endpoint=proxy.endpoint)
-        with bed.start(wanted.to_json(), through) as child:
+        with start_command("delete", bed.folder, variables_of(wanted, through)) as child:
             held = proxy.holding.wait(60)
             child.send_signal(signal.SIGKILL)
             assert child.wait(30) in (-signal.SIGKILL, 0)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,6 +11,7 @@ from typing import Any
 import pytest
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.ports import free_port
+from tests.support.sidecar.commands import run_command, write_keys
 from tests.support.tiers.stored_checkpoints import NAMESPACE, StoredStep, store_step, values
 from tests.support.tiers.stores import s3_tier
 
@@ -23,7 +20,6 @@ from holdfast_core.ids import JobUid
 from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
-DEADLINE_SECONDS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +39,18 @@ class Bed:
             NAMESPACE,
             **{"job_uid": request.job_uid, "manifest": request.manifest, **changed},
         )
-        log = self.folder / "log"
-        ended = subprocess.run(
-            [sys.executable, "-m", "holdfast_sidecar", "drill"],
-            env={
-                **os.environ,
-                "HOLDFAST_STORE": (config or self.config).to_json(),
-                "HOLDFAST_STORE_DIR": str(self.folder),
-                "HOLDFAST_DRILL": wanted.to_json() if text is None else text,
-                "HOLDFAST_TERMINATION_LOG": str(log),
-            },
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_SECONDS,
-        )
-        report = json.loads(log.read_text())
-        assert json.loads(ended.stdout) == report
-        return ended.returncode, report
+        variables = {
+            "HOLDFAST_STORE": (config or self.config).to_json(),
+            "HOLDFAST_DRILL": wanted.to_json() if text is None else text,
+        }
+        return run_command("drill", self.folder, variables)
 
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     folder = tmp_path_factory.mktemp("drill")
     with MinioServer() as server:
-        keys = server.credentials.keys
-        (folder / "accessKey").write_text(keys.access_key)
-        (folder / "secretKey").write_text(keys.secret_key)
+        write_keys(folder, server.credentials.keys)
         config = server.config("drill")
         with closing(s3_tier(config, server.credentials)) as tier:
             step = store_step(tier, folder, 1, values(1))

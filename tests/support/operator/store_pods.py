@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
 from typing import Any
 
 from tests.support.operator.operator_bed import OperatorBed
+from tests.support.sidecar import commands
 
 from holdfast_operator.model import labels
 
@@ -49,18 +48,12 @@ def run_command(bed: OperatorBed, pod: dict[str, Any], folder: Path) -> str:
     path = f"/api/v1/namespaces/{bed.namespace}/secrets/{source['secret']['name']}"
     for key, value in bed.plane.request("GET", path)["data"].items():
         (folder / key).write_bytes(base64.b64decode(value))
-    program, *arguments = container["command"]
+    program, verb = container["command"]
     assert program == "holdfast-sidecar"
-    environment = {
-        **os.environ,
-        **{e["name"]: e["value"] for e in container["env"]},
-        "HOLDFAST_STORE_DIR": str(folder),
-        "HOLDFAST_TERMINATION_LOG": str(folder / "termination-log"),
-    }
-    command = [sys.executable, "-m", "holdfast_sidecar", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return (folder / "termination-log").read_text()
+    variables = {e["name"]: e["value"] for e in container["env"]}
+    code, report = commands.run_command(verb, folder, variables)
+    assert code == 0, report
+    return json.dumps(report)
 
 
 def condition_of(bed: OperatorBed, store: str, kind: str) -> dict[str, Any]:
