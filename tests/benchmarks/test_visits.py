@@ -39,21 +39,6 @@ def test_a_visit_that_does_not_end_is_ended(tmp_path: Path) -> None:
     assert record.error.startswith("not done after 0.01 s")
 
 
-def test_a_limit_is_measured_in_each_round(tmp_path: Path) -> None:
-    part = Part("limits", (), (Participant("loopback", "limit", OURS),), 1)
-    records = visit_part(run(tmp_path, []), part)
-    assert [record.round for record in records] == [0, 1]
-    for record in records:
-        assert record.result is not None, record.error
-        assert set(record.result) == {
-            "loopback sendfile",
-            "loopback CRC32C",
-            "loopback TLS",
-        }
-        assert all(rate > 0 for rate in record.result.values())
-    assert not (tmp_path / "visit").exists()
-
-
 def test_saves_are_checked_bit_by_bit(tmp_path: Path) -> None:
     found = visit.save(Options("save", "holdfast", OURS, str(tmp_path), 1, 2, check=True))
     assert len(found["steady"]) == 2
@@ -81,11 +66,6 @@ def test_a_participant_that_reads_back_something_else_has_no_figure(
     monkeypatch.setitem(SAVERS, "forgetful", Forgetful)
     with pytest.raises(ValueError, match="differ when they are read back"):
         visit.save(Options("save", "forgetful", OURS, str(tmp_path), 1, 1, check=True))
-
-
-def test_a_restore_is_from_the_disk_and_then_from_memory(tmp_path: Path) -> None:
-    found = visit.load(Options("load", "holdfast", OURS, str(tmp_path), 1, 1))
-    assert len(found["disk"]) == len(found["memory"]) == 1
 
 
 def test_the_side_without_digests_has_none_and_the_other_has_them(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.trainer.launched import until
-from tools.mutants.__main__ import ROOT, main, run
+from tools.mutants.__main__ import ROOT, run
 from tools.mutants.listed import MUTANTS
-from tools.mutants.model import Kind, Mutant, StaleMutantError, chosen
+from tools.mutants.model import Kind, Mutant, StaleMutantError
 from tools.mutants.runs import Runs, Verdict
 
 CODE = """def add(a: int, b: int) -> int:
@@ -264,25 +264,3 @@ def test_the_list_covers_every_place_with_names_of_its_own() -> None:
     places = {name.partition("/")[0] for name in names}
     assert places == {"decide", "coordinator", "node", "store", "folder", "state"}
     assert {mutant.kind for mutant in MUTANTS} == set(Kind)
-
-
-def test_mutants_are_chosen_by_a_part_of_the_name_or_a_pattern() -> None:
-    assert {m.name.partition("/")[0] for m in chosen(MUTANTS, "node/")} == {"node"}
-    assert chosen(MUTANTS, "state/third*") == chosen(MUTANTS, "third-piece")
-    assert len(chosen(MUTANTS, "")) == len(MUTANTS)
-    assert chosen(MUTANTS, "no such mutant") == ()
-
-
-def test_the_list_names_what_each_mutant_costs_and_runs_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["--list", "--only", "state/"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == len(chosen(MUTANTS, "state/"))
-    assert all(line.startswith("state/") and line.endswith(".") for line in shown)
-
-
-def test_a_pattern_without_a_mutant_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--only", "no such mutant"])
-    assert "no mutant has a name with" in capsys.readouterr().err

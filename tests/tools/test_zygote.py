@@ -170,25 +170,6 @@ def test_a_program_ends_as_an_executed_one(program: str) -> None:
     expect_equal(["-c", program])
 
 
-def test_random_numbers_differ_between_forks() -> None:
-    program = "import random, numpy; print(random.random(), numpy.random.random())"
-    seen = {shown_by(zygote.run, ["-c", program])[1] for _ in range(3)}
-    assert len(seen) == 3
-
-
-def test_the_sitecustomize_of_the_environment_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('customized')\n")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    assert expect_equal(["-c", "print('main')"], env=environment)[1] == "customized\nmain\n"
-
-
-def test_a_variable_that_a_library_reads_at_its_load_has_its_value() -> None:
-    program = "import torch; print(torch.get_num_threads())"
-    for threads in ("1", None):
-        environment = {**os.environ, **({"OMP_NUM_THREADS": threads} if threads else {})}
-        assert expect_equal(["-c", program], env=environment)[1]
-
-
 def test_a_start_that_cannot_be_forked_is_executed() -> None:
     process: zygote.Popen[bytes]
     for command, options in (
@@ -202,29 +183,6 @@ def test_a_start_that_cannot_be_forked_is_executed() -> None:
         assert not process.forked
     with pytest.raises(FileNotFoundError):
         zygote.Popen([sys.executable, "-c", ""], cwd="/nothing/of/this/name")
-
-
-def test_a_process_can_be_polled_waited_for_and_killed() -> None:
-    with zygote.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert process.forked and process.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.01)
-        process.terminate()
-        assert process.wait() == process.poll() == -signal.SIGTERM
-    with zygote.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        process.kill()
-        assert process.wait(60) == -signal.SIGKILL
-
-
-def test_many_processes_can_be_forked_beside_each_other() -> None:
-    program = "import sys; sys.exit(int(input()) % 256)"
-    started = [
-        zygote.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True)
-        for _ in range(300)
-    ]
-    for number, process in enumerate(started):
-        process.communicate(f"{number}\n")
-    assert [process.returncode for process in started] == [n % 256 for n in range(300)]
 
 
 @pytest.mark.parametrize("how", ["exits", "is killed"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -84,14 +85,18 @@ def observed(
     )
 
 
-def reason_of(found: Observed) -> str | None:
-    """Return the reason of condition RolledBack after a pass that begins no round."""
+def note_of(found: Observed) -> tuple[str | None, str]:
+    """Return reason and message of condition RolledBack after a pass that begins no round."""
     decision = decide(found, now())
     assert not isinstance(decision.status, BeginRound)
     if decision.status is None:
-        return None
+        return None, ""
     shown = decision.status.status.condition(JobCondition.ROLLED_BACK)
-    return None if shown is None else shown.reason
+    return (None, "") if shown is None else (shown.reason, shown.message)
+
+
+def reason_of(found: Observed) -> str | None:
+    return note_of(found)[0]
 
 
 def test_the_next_round_begins_with_all_pods_and_counts_no_restart() -> None:
@@ -108,48 +113,73 @@ def test_the_next_round_begins_with_all_pods_and_counts_no_restart() -> None:
 
 @pytest.mark.fault("A job is rolled back to a step that does not exist or cannot be restored")
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("found", "reason", "text"),
     [
-        pytest.param(observed(41), Reason.CHECKPOINT_NOT_FOUND, id="no checkpoint"),
+        pytest.param(
+            observed(41),
+            Reason.CHECKPOINT_NOT_FOUND,
+            "no checkpoint of step 41 is known.*kubectl holdfast checkpoints job",
+            id="no checkpoint",
+        ),
         pytest.param(
             observed(checkpoints=(*STORED[:2], checkpoint(40, 0), STORED[3])),
             Reason.CHECKPOINT_NOT_RESTORABLE,
+            "off the lineage.*--to-new-job",
             id="off the lineage",
         ),
         pytest.param(
             observed(state=changed(BASE, quarantined=(CheckpointId(Step(40), RestartRound(2)),))),
             Reason.CHECKPOINT_NOT_RESTORABLE,
+            "",
             id="quarantined",
         ),
         pytest.param(
             observed(state=changed(BASE, missing=(CheckpointId(Step(40), RestartRound(2)),))),
             Reason.CHECKPOINT_NOT_RESTORABLE,
+            "",
             id="missing",
         ),
         pytest.param(
             observed(checkpoints=(*STORED[:2], checkpoint(40, 2, phase=CheckpointPhase.DELETING))),
             Reason.CHECKPOINT_NOT_RESTORABLE,
+            "",
             id="being pruned",
         ),
         pytest.param(
             observed(checkpoints=(*STORED[:2], checkpoint(40, 2, deleting=True))),
             Reason.CHECKPOINT_NOT_RESTORABLE,
+            "",
             id="deleted by a person",
         ),
         pytest.param(
             observed(checkpoints=(*STORED[:2], checkpoint(40, 2, phase=CheckpointPhase.FAILED))),
             Reason.CHECKPOINT_NOT_RESTORABLE,
+            "",
             id="never saved",
         ),
-        pytest.param(observed(round_=1), Reason.ROLLBACK_OUTDATED, id="of an older round"),
-        pytest.param(observed(round_=7), Reason.ROLLBACK_OUTDATED, id="of a round to come"),
-        pytest.param(observed(None), None, id="a start over of a job that trains"),
+        pytest.param(
+            observed(round_=1),
+            Reason.ROLLBACK_OUTDATED,
+            "kubectl holdfast restore job -n team-a --step 40",
+            id="of an older round",
+        ),
+        pytest.param(observed(round_=7), Reason.ROLLBACK_OUTDATED, "", id="of a round to come"),
+        pytest.param(observed(None), None, "", id="a start over of a job that trains"),
     ],
 )
 def test_an_order_that_cannot_be_carried_out_says_why_and_the_gang_trains_on(
-    found: Observed, reason: Reason | None
+    found: Observed, reason: Reason | None, text: str
 ) -> None:
-    assert reason_of(found) == reason
+    shown, message = note_of(found)
+    assert shown == reason
+    assert re.search(text, message)
+
+
+def test_an_order_that_is_withdrawn_says_so() -> None:
+    rolling = condition(JobCondition.ROLLED_BACK, False, Reason.CHECKPOINT_NOT_FOUND)
+    found = observed(state=changed(BASE, conditions=(*BASE.conditions, rolling)))
+    of = changed(found.job, spec=changed(found.job.spec, rollback=None))
+    assert reason_of(replace(found, job=of)) == Reason.ROLLBACK_WITHDRAWN
 
 
 @pytest.mark.fault("The object store is down while a job is rolled back")

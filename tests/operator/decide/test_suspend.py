@@ -15,12 +15,6 @@ from holdfast_core.api import JobCondition
 from holdfast_operator.model.reasons import Reason
 
 
-def no_node(life: Life) -> None:
-    for node in life.cluster.nodes.values():
-        node.silent_ticks = 1000
-        node.cut_off = True
-
-
 def suspend(life: Life) -> set[str]:
     """Suspend the job. Return the uids of all pods that exist at this time."""
     life.change_spec(suspend=True)
@@ -60,20 +54,6 @@ def test_a_job_that_has_committed_nothing_is_suspended_at_once(seconds: int, sto
     assert life.status.last_persisted is None or store
     last = life.status.last_persisted
     resumes(life, None if last is None else last.step)
-
-
-@pytest.mark.fault("A job is suspended while its pods are unschedulable")
-def test_unschedulable_pods_of_a_first_round_go() -> None:
-    life = Life()
-    no_node(life)
-    life.run(5)
-    assert len(life.cluster.pods) == 4
-    for node in life.cluster.nodes.values():
-        node.cut_off = False
-    before = suspend(life)
-    life.run(10)
-    assert life.status.is_true(JobCondition.SUSPENDED)
-    assert {p.view.uid for p in life.cluster.pods.values()} <= before
 
 
 @pytest.mark.fault("A job is suspended at any moment of a recovery")

@@ -50,6 +50,7 @@ def resumes_from_what_was_saved(life: Life) -> None:
 
 
 @pytest.mark.fault("A job is suspended in each phase, and a second time")
+@pytest.mark.fault("A job is suspended while its pods are unschedulable")
 @pytest.mark.parametrize("phase", PHASES, ids=lambda p: p.__name__)
 def test_a_job_is_suspended_in_this_phase_twice(phase: Phase) -> None:
     life = Life(store=True)

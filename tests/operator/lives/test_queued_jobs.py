@@ -337,15 +337,6 @@ def test_a_running_job_that_gets_the_label_is_queued_after_a_suspension() -> Non
 # --------------------------------------------------------------------------- ends
 
 
-@pytest.mark.fault("A queued job is deleted")
-def test_the_pods_of_a_deleted_job_end_and_free_its_quota() -> None:
-    life = trained()
-    life.cluster.delete_job()
-    life.run(30)
-    assert life.cluster.pods == {}
-    assert life.kueue.workloads == {}
-
-
 @pytest.mark.fault(
     "A queued job is deleted and created again, also across a restart of the operator"
 )
@@ -379,16 +370,6 @@ def test_a_failed_job_keeps_its_ended_pods_and_frees_its_quota() -> None:
     life.run(30)
     assert life.status.is_true(JobCondition.FAILED)
     assert len(life.cluster.pods) == 1, "the failed pod stays for its logs"
-    assert life.kueue.admitted() == set()
-    assert life.finalizers() == 0
-
-
-def test_a_complete_job_frees_its_quota() -> None:
-    life = Queued()
-    life.cluster.gang.total = 30
-    life.run(90, until=lambda s: s.is_true(JobCondition.COMPLETE))
-    life.run(20)
-    assert life.status.is_true(JobCondition.COMPLETE)
     assert life.kueue.admitted() == set()
     assert life.finalizers() == 0
 
@@ -441,6 +422,7 @@ def test_the_operator_dies_after_each_write(
         life.trains()
 
 
+@pytest.mark.fault("A queued job is deleted")
 @pytest.mark.fault("The operator dies after each write of the deletion of a queued job")
 def test_the_operator_dies_after_each_write_of_a_deleted_job() -> None:
     begun = trained()
