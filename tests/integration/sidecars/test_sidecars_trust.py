@@ -173,35 +173,29 @@ async def test_a_member_that_is_replaced_reads_no_more(gangs: Gangs) -> None:
             assert await inventory() == (409, Refusal.NOT_MEMBER)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"[]",
-        b'{"round":"7"}',
-        b'{"round":9223372036854775808}',
-        b"[" * 100_000,
-        b"\xff\xfe",
-    ],
-    ids=["empty", "a list", "text", "2^63", "deep", "no text"],
+HOSTILE = (
+    b"",
+    b"[]",
+    b'{"round":"7"}',
+    b'{"round":9223372036854775808}',
+    b"[" * 100_000,
+    b"\xff\xfe",
 )
-async def test_hostile_bodies_are_bad_requests(gangs: Gangs, body: bytes) -> None:
+
+
+async def test_hostile_bodies_are_bad_requests(gangs: Gangs) -> None:
     async with gangs(1) as gang:
         await gang.launch(0)
         member = gang.operator.members[0]
         host, control, _ = member.address.split(":")
-        async with (
-            aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(ssl=gang.operator.context)
-            ) as session,
-            session.post(
-                f"https://{host}:{control}/v1/seal",
-                data=body,
-                server_hostname=peer_dns_name(member.pod, gang.operator.job_uid),
-            ) as response,
-        ):
-            assert response.status == 400
-            assert (await response.json())["code"] == Refusal.BAD_REQUEST
+        connector = aiohttp.TCPConnector(ssl=gang.operator.context)
+        name = peer_dns_name(member.pod, gang.operator.job_uid)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            for body in HOSTILE:
+                address = f"https://{host}:{control}/v1/seal"
+                async with session.post(address, data=body, server_hostname=name) as response:
+                    assert response.status == 400, body[:40]
+                    assert (await response.json())["code"] == Refusal.BAD_REQUEST
         await gang.operator.call(0, "/v1/seal", Seal(RestartRound(1)), Inventory)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
+import io
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Self, TypeVar
+from types import FunctionType
+from typing import Any, Self, TypeVar
 
 from tests.support.operator.builders import raw_job
 from tests.support.operator.fake_cluster import FakeCluster, FakeNode
 from tests.support.operator.oracle import broken_rules
 from tests.support.operator.simulated_operator import SimulatedOperator
 
-from holdfast_core.api import JobCondition, TrainingJob, TrainingJobStatus
+from holdfast_core.api import ApiModel, JobCondition, TrainingJob, TrainingJobStatus
 from holdfast_core.ids import Rank, Worker
 from holdfast_core.messages.schema import DeadRank
 from holdfast_operator.model.reasons import Reason
@@ -28,6 +30,45 @@ def _loop() -> asyncio.AbstractEventLoop:
     A loop of its own for each call of `run` would start a thread for the certificates each time.
     """
     return asyncio.new_event_loop()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that leaves out functions, frozen values and one further object, and collects them."""
+
+    def __init__(self, file: io.BytesIO, *shared: object) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.shared: list[object] = list(shared)
+        self._places = {id(one): place for place, one in enumerate(shared)}
+
+    def persistent_id(self, one: Any) -> int | None:
+        if id(one) not in self._places and not _is_frozen(type(one)):
+            return None
+        place = self._places.setdefault(id(one), len(self.shared))
+        if place == len(self.shared):
+            self.shared.append(one)
+        return place
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, place: int) -> object:
+        return self._shared[place]
+
+
+_frozen: dict[type[Any], bool] = {}
+"""What `_is_frozen` has found: a life has many objects of few types."""
+
+
+def _is_frozen(kind: type[Any]) -> bool:
+    """Return whether objects of this type never change. Those of the API are frozen models."""
+    if kind not in _frozen:
+        settings = getattr(kind, "__dataclass_params__", None)
+        is_value = issubclass(kind, ApiModel | FunctionType)
+        _frozen[kind] = is_value or (settings is not None and settings.frozen)
+    return _frozen[kind]
 
 
 class Life:
@@ -60,10 +101,15 @@ class Life:
     def copy(self) -> Self:
         """Return a life that goes on from here by itself, with the same memory of the operator.
 
-        A copy costs a tenth of a life of 40 seconds. Only the counters of the metrics are shared.
+        What cannot change, and the counters of the metrics, are shared. The rest is copied by pickle, which
+        takes a fifth of the time of `copy.deepcopy`.
         """
-        metrics = self.operator.metrics
-        return copy.deepcopy(self, {id(metrics): metrics})
+        written = io.BytesIO()
+        pickler = _Pickler(written, self.operator.metrics)
+        pickler.dump(self)
+        written.seek(0)
+        copied: Self = _Unpickler(written, pickler.shared).load()
+        return copied
 
     def run(
         self,
