@@ -118,7 +118,7 @@ def test_the_next_round_begins_with_all_pods_and_counts_no_restart() -> None:
         pytest.param(
             observed(41),
             Reason.CHECKPOINT_NOT_FOUND,
-            "no checkpoint of step 41 is known.*kubectl holdfast checkpoints job",
+            "no checkpoint of step 41 is known.*kubectl holdfast list job",
             id="no checkpoint",
         ),
         pytest.param(
@@ -160,7 +160,7 @@ def test_the_next_round_begins_with_all_pods_and_counts_no_restart() -> None:
         pytest.param(
             observed(round_=1),
             Reason.ROLLBACK_OUTDATED,
-            "kubectl holdfast restore job -n team-a --step 40",
+            "kubectl holdfast restore job@40 -n team-a",
             id="of an older round",
         ),
         pytest.param(observed(round_=7), Reason.ROLLBACK_OUTDATED, "", id="of a round to come"),
