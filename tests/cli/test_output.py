@@ -13,7 +13,7 @@ import yaml
 
 from holdfast_cli.errors import CommandError, Exit, NotFound, StateError, UsageError, exit_of
 from holdfast_cli.output import Cell, Column, Format, Result, Table, rendered
-from holdfast_cli.progress import Progress, progress_line
+from holdfast_cli.progress import ByteProgress, progress_line
 from holdfast_core import errors
 
 
@@ -82,7 +82,7 @@ def test_progress_without_a_terminal_is_a_line_at_times(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     times = iter([0.0, 4.0, 12.0, 13.0])
-    with Progress("reading", now=times.__next__) as progress:
+    with ByteProgress("reading", now=times.__next__) as progress:
         for _ in range(3):
             progress.advance(1 << 30, 8 << 30)
     assert capsys.readouterr().err == "reading: 25% of 8.0 GiB, 170.7 MiB/s, 36 s left\n"

@@ -12,6 +12,7 @@ ALLOWED = {
     "Failure": "The operator observes failures, and a sidecar's message reports some.",
     "Metrics": "Operator and sidecar each have the metrics of their process.",
     "RestorePoint": "A public name of the SDK, and the messages' word for the checkpoint.",
+    "Session": "A rank's exchange with its sidecar, and one command of the command line.",
     "Settings": "Operator and sidecar each have the settings of their process.",
 }
 """Names that two or more classes may have. A name leaves this list when its second class goes."""

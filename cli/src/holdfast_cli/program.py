@@ -31,7 +31,7 @@ from holdfast_core.errors import HoldfastError
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
+class LazyVerb:
     """A verb, and where its command is."""
 
     module: str
@@ -50,31 +50,33 @@ class Verb:
 
 
 VERBS = {
-    "completion": Verb(
+    "completion": LazyVerb(
         "completion", "print the script by which a shell completes commands", kinds=()
     ),
-    "export": Verb("exporting", "write a checkpoint for other tools"),
-    "import": Verb(
+    "export": LazyVerb("exporting", "write a checkpoint for other tools"),
+    "import": LazyVerb(
         "importing",
         "save weights of another tool, or make objects of what a store has",
         kinds=STORES,
     ),
-    "list": Verb("listing", "list checkpoints", kinds=JOBS),
-    "merge": Verb("exporting", "write the mean of the weights of several checkpoints", "merging"),
-    "prune": Verb(
+    "list": LazyVerb("listing", "list checkpoints", kinds=JOBS),
+    "merge": LazyVerb(
+        "exporting", "write the mean of the weights of several checkpoints", "merging"
+    ),
+    "prune": LazyVerb(
         "pruning", "delete the checkpoints that the retention of a job does not keep", kinds=JOBS
     ),
-    "restart": Verb(
+    "restart": LazyVerb(
         "restoring", "start a job over that has lost all of its checkpoints", "restart", kinds=JOBS
     ),
-    "restore": Verb(
+    "restore": LazyVerb(
         "restoring", "roll a job back to one of its checkpoints, or fork it", kinds=JOBS
     ),
-    "save": Verb("saving", "request a save now", kinds=JOBS),
-    "status": Verb(
+    "save": LazyVerb("saving", "request a save now", kinds=JOBS),
+    "status": LazyVerb(
         "status", "show a job with its pods, tiers and recoveries, or list all jobs", kinds=JOBS
     ),
-    "verify": Verb("verifying", "read every byte of a checkpoint, and compare the digests"),
+    "verify": LazyVerb("verifying", "read every byte of a checkpoint, and compare the digests"),
 }
 _OF_THE_SDK = {
     "run": "start the ranks of this pod or node",
@@ -138,13 +140,13 @@ class _CompletedVerb(click.Command):
     completion of an option imports it.
     """
 
-    verb: Verb
+    verb: LazyVerb
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         return self.verb.load().shell_complete(ctx, incomplete)
 
 
-def _completed(name: str, verb: Verb) -> click.Command:
+def _completed(name: str, verb: LazyVerb) -> click.Command:
     targets = click.Argument(["targets"], type=TargetType(*verb.kinds), nargs=-1)
     command = common_options(_CompletedVerb(name, params=[targets]))
     command.verb = verb

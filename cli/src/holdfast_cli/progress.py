@@ -20,7 +20,7 @@ LINE_SECONDS = 10.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-class Progress:
+class ByteProgress:
     """Progress of one read or write. Several threads may call `advance`."""
 
     def __init__(self, what: str, now: Callable[[], float] = time.monotonic) -> None:

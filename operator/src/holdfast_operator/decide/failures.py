@@ -87,7 +87,7 @@ PEERS_ANSWER_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FailureKind:
     """What the rules read of a failure's reason."""
 
     lost: bool = False
@@ -106,23 +106,23 @@ class Kind:
 
 
 KINDS = {
-    Reason.STATUS_BEHIND: Kind(),
-    Reason.NODE_LOST: Kind(lost=True, of_node=True),
-    Reason.POD_EVICTED: Kind(lost=True, removed=True),
-    Reason.POD_LOST: Kind(lost=True, removed=True),
-    Reason.OOM_KILLED: Kind(of_node=True, of_another=True),
-    Reason.TRAINER_RESTARTING: Kind(of_node=True),
-    Reason.POD_FAILED: Kind(of_node=True),
-    Reason.GRANT_MISSING: Kind(of_another=True, of_store=True),
-    Reason.CHECKPOINT_MISSING: Kind(of_another=True, of_store=True),
-    Reason.RESTORE_FAILED: Kind(of_another=True, of_store=True),
-    Reason.RANK_FAILED: Kind(of_node=True, of_checkpoint=True),
-    Reason.HUNG: Kind(of_node=True),
-    Reason.SIDECAR_UNREACHABLE: Kind(of_node=True),
-    Reason.POD_SUCCEEDED_EARLY: Kind(),
+    Reason.STATUS_BEHIND: FailureKind(),
+    Reason.NODE_LOST: FailureKind(lost=True, of_node=True),
+    Reason.POD_EVICTED: FailureKind(lost=True, removed=True),
+    Reason.POD_LOST: FailureKind(lost=True, removed=True),
+    Reason.OOM_KILLED: FailureKind(of_node=True, of_another=True),
+    Reason.TRAINER_RESTARTING: FailureKind(of_node=True),
+    Reason.POD_FAILED: FailureKind(of_node=True),
+    Reason.GRANT_MISSING: FailureKind(of_another=True, of_store=True),
+    Reason.CHECKPOINT_MISSING: FailureKind(of_another=True, of_store=True),
+    Reason.RESTORE_FAILED: FailureKind(of_another=True, of_store=True),
+    Reason.RANK_FAILED: FailureKind(of_node=True, of_checkpoint=True),
+    Reason.HUNG: FailureKind(of_node=True),
+    Reason.SIDECAR_UNREACHABLE: FailureKind(of_node=True),
+    Reason.POD_SUCCEEDED_EARLY: FailureKind(),
     # The gang was asked to stop, and starts again in its pods (ends.stopped_for_nothing).
-    Reason.RESUMED: Kind(),
-    Reason.NOT_PERSISTED: Kind(),
+    Reason.RESUMED: FailureKind(),
+    Reason.NOT_PERSISTED: FailureKind(),
 }
 """The failures, causes before consequences. A new round takes the reason of its first failure."""
 
