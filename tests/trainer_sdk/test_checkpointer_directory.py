@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +33,7 @@ from tests.support.trainer.launched import (
 
 import holdfast
 from holdfast.places import folder, place
+from holdfast.slots.staging import Slot, SlotRing
 from holdfast_core.errors import (
     CapacityError,
     ConfigError,
@@ -313,11 +313,15 @@ def test_a_save_that_waits_for_a_slot_ends_when_no_persister_can_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder, "_STARTING_SECONDS", 0.0)
-    state, thread = {"t": torch.ones(4)}, threading.get_ident()
+    state, waits, acquire = {"t": torch.ones(4)}, threading.Event(), SlotRing.acquire
     directory = holdfast.Folder(tmp_path / "ckpt", slots=2)
 
+    def acquired(ring: SlotRing, *arguments: Any) -> Slot | None:
+        waits.set()
+        return acquire(ring, *arguments)
+
     def end_persister() -> None:
-        until(lambda: "acquire" in function_names(thread), "a save that waits for a slot")
+        assert waits.wait(HANG_SECONDS)
         monkeypatch.setattr(sys, "executable", "/bin/false")
         for pid in persisters_of(os.getpid(), tmp_path):
             os.kill(pid, signal.SIGKILL)
@@ -328,18 +332,13 @@ def test_a_save_that_waits_for_a_slot_ends_when_no_persister_can_come(
             stop(pid)
         for step in (2, 3):  # each takes a slot, which the stopped persister does not free
             assert ckpt.save(step, state).failure is None
+        monkeypatch.setattr(SlotRing, "acquire", acquired)
         ended = other.submit(end_persister)
         began = time.monotonic()
         failure = ckpt.save(4, state, is_last=True).failure
         assert time.monotonic() - began < HANG_SECONDS
         ended.result()
     assert "has not replied" in (failure or ""), failure
-
-
-def function_names(thread: int) -> set[str]:
-    """Return the names of the functions that a thread of this process is in."""
-    frame = sys._current_frames().get(thread)
-    return {entry.name for entry in traceback.extract_stack(frame)} if frame else set()
 
 
 def test_a_persister_that_cannot_start_is_not_waited_for(
