@@ -274,6 +274,10 @@ bench-merge: sync ## a merge of ten checkpoints against reading them, into bench
 bench-objects: tools ## plan of the retention and memory of the operator for 10,000 Checkpoints of one job, into benchmarks/results/objects.json
 	$(PY) -m benchmarks.objects
 
+.PHONY: bench-listing
+bench-listing: tools ## listings of 10,000 checkpoints in a folder and in a bucket, into benchmarks/results/listing.json
+	$(PY) -m benchmarks.listing
+
 .PHONY: bench-integrations
 bench-integrations: prerequisites ## kills, identical bits and blocked time of each adapter into benchmarks/results/integrations.{json,md}
 	$(FRAMEWORKS) $(UV) sync --frozen --project tests/frameworks --quiet

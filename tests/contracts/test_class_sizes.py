@@ -43,6 +43,7 @@ ALLOWED = {
     "sidecar.Settings": SETTINGS,
     "sidecar.Sidecar": WIRING,
     "sidecar.GangUploads": "One machine decides which uploads run, wait and are repeated.",
+    "trainer_sdk.CheckpointDescription": "It has one field for each thing that a checkpoint says of itself.",
     "trainer_sdk.Checkpointer": "It is the public interface of the SDK: training scripts call its methods.",
     "trainer_sdk.FolderPlace": "It offers each operation of a place of checkpoints for a folder.",
     "trainer_sdk.FolderStart": "A start keeps what was asked for, rejected, skipped and agreed on.",

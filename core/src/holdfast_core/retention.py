@@ -342,7 +342,7 @@ def _best(rule: KeepBest, protecting: list[Committed]) -> list[Committed]:
     the evaluation is the one that the value was measured of, or the closest to it. A value that is missing,
     or that is no finite number, is never the best.
     """
-    sign = 1.0 if rule.mode is BestMode.MIN else -1.0
+    sign = 1.0 if BestMode(rule.mode) is BestMode.MIN else -1.0
     ranked = [
         (sign * value, -index, item)
         for index, item in enumerate(protecting)

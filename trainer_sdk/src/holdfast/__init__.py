@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from holdfast.base.options import Folder
     from holdfast.checkpointer import Checkpointer
     from holdfast.reading.checkpoint import LazyTensor, SavedCheckpoint
+    from holdfast.reading.comparing import CheckpointDiff
+    from holdfast.reading.describing import CheckpointDescription
     from holdfast.reading.opening import Checkpoints, SavedStep
     from holdfast.reading.opening import open_checkpoints as open
+    from holdfast.reading.pruning import PrunePlan
+    from holdfast.reading.source import ListedCheckpoint
     from holdfast.state.kinds import Shared
     from holdfast.state.rng import RNG
     from holdfast.training.warmup import pin_threads, warm_up
@@ -34,10 +38,14 @@ if TYPE_CHECKING:
     )
     from holdfast_core.ids import Level
     from holdfast_core.messages.schema import Interval
+    from holdfast_core.retention import BestMode, KeepBest, RetentionPolicy
 
 __all__ = [
     "RNG",
+    "BestMode",
     "CapacityError",
+    "CheckpointDescription",
+    "CheckpointDiff",
     "Checkpointer",
     "Checkpoints",
     "ConfigError",
@@ -45,10 +53,14 @@ __all__ = [
     "Folder",
     "HoldfastError",
     "Interval",
+    "KeepBest",
     "LazyTensor",
     "Level",
+    "ListedCheckpoint",
     "NotFoundError",
+    "PrunePlan",
     "RestorePoint",
+    "RetentionPolicy",
     "SaveFailedError",
     "SaveHandle",
     "SaveTimeoutError",
@@ -67,7 +79,10 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BestMode": "holdfast_core.retention",
     "CapacityError": "holdfast_core.errors",
+    "CheckpointDescription": "holdfast.reading.describing",
+    "CheckpointDiff": "holdfast.reading.comparing",
     "Checkpointer": "holdfast.checkpointer",
     "Checkpoints": "holdfast.reading.opening",
     "ConfigError": "holdfast_core.errors",
@@ -75,11 +90,15 @@ _MODULES = {
     "Folder": "holdfast.base.options",
     "HoldfastError": "holdfast_core.errors",
     "Interval": "holdfast_core.messages.schema",
+    "KeepBest": "holdfast_core.retention",
     "LazyTensor": "holdfast.reading.checkpoint",
     "Level": "holdfast_core.ids",
+    "ListedCheckpoint": "holdfast.reading.source",
     "NotFoundError": "holdfast_core.errors",
+    "PrunePlan": "holdfast.reading.pruning",
     "RNG": "holdfast.state.rng",
     "RestorePoint": "holdfast.base.handle",
+    "RetentionPolicy": "holdfast_core.retention",
     "SaveFailedError": "holdfast_core.errors",
     "SaveHandle": "holdfast.base.handle",
     "SaveTimeoutError": "holdfast.base.handle",

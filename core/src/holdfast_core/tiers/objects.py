@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from holdfast_core.errors import CorruptionError
+from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.format import keys
 from holdfast_core.format.canonical import append_crc
+from holdfast_core.ids import CheckpointId, Rank
 
 MAX_DOCUMENT_BYTES = 64 << 20
 """Longest object that `ObjectStore.get` returns."""
@@ -118,6 +121,51 @@ class Listed:
     age: timedelta
     """Time since the object was written, by the store's own clock, at least 0."""
     size_bytes: int
+
+
+@dataclass(slots=True)
+class CheckpointObjects:
+    """What a listing shows of one checkpoint that has a manifest."""
+
+    age: timedelta
+    """Time since the manifest was written."""
+    ranks: int = 0
+    """Number of ranks that have a shard or a pack here."""
+    size_bytes: int = 0
+    """Bytes of its objects but the manifest. Chunks that another checkpoint stores for it do not count."""
+
+
+def checkpoints_in(
+    manifests: Iterable[Listed], shards: Iterable[Listed]
+) -> dict[CheckpointId, CheckpointObjects]:
+    """Return the checkpoints of a job that have a manifest, in the order of the listing.
+
+    Args:
+        manifests: The objects below `keys.MANIFESTS`, with keys relative to the job.
+        shards: The objects below `keys.SHARDS`. Those of one checkpoint and rank follow each other.
+    """
+    found = {
+        key.checkpoint: CheckpointObjects(age)
+        for key, age in ((_parsed(item), item.age) for item in manifests)
+        if isinstance(key, keys.ManifestKey)
+    }
+    last: tuple[CheckpointId, Rank] | None = None
+    for item in shards:
+        key = _parsed(item)
+        if not isinstance(key, keys.ShardObjectKey) or key.checkpoint not in found:
+            continue  # it is being written or deleted
+        objects = found[key.checkpoint]
+        objects.size_bytes += item.size_bytes
+        if key.kind is not keys.ShardObject.LAYOUT and last != (key.checkpoint, key.rank):
+            last = key.checkpoint, key.rank
+            objects.ranks += 1
+    return found
+
+
+def _parsed(item: Listed) -> keys.Key | None:
+    with suppress(FormatError):
+        return keys.parse_key(item.key)
+    return None  # Holdfast did not write it
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ its manifest can be read and every shard that it names exists.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -28,6 +29,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef, Step, age_of
+from holdfast_core.node.files import disk_errors
 from holdfast_core.node.tier import DiskNodeTier, manifests_in
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
@@ -101,6 +103,24 @@ def committed(root: Path) -> list[CheckpointId]:
     This reads only the names of files, so that another process may write to the folder.
     """
     return _of_training(manifests_in(root / "tier"))
+
+
+def pins_of(root: Path) -> Path:
+    """Return the directory of a folder in which a file marks each pinned checkpoint by its name."""
+    return root / "pins"
+
+
+def pinned(root: Path) -> frozenset[CheckpointId]:
+    """Return the checkpoints of a folder that somebody has pinned. Some may not exist any more.
+
+    Only the names of the files count, so that a damaged byte cannot release a checkpoint. Raises TierError
+    where the directory cannot be listed: nothing may be deleted then.
+    """
+    directory = pins_of(root)
+    names: list[str] = []
+    with disk_errors(f"listing {directory}"), contextlib.suppress(FileNotFoundError):
+        names = [path.name for path in directory.iterdir()]
+    return frozenset(filter(None, map(checkpoint_of_name, names)))
 
 
 def older_than(root: Path, step: Step) -> int:

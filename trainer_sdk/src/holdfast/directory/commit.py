@@ -19,12 +19,19 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.directory.choice import JOB_UID, candidates, checkpoint_of_name, committed
-from holdfast.directory.processes import claimed_checkpoints, holder
+from holdfast.directory.choice import (
+    JOB_UID,
+    candidates,
+    checkpoint_of_name,
+    committed,
+    pinned,
+    pins_of,
+)
+from holdfast.directory.processes import claimed_checkpoints, has_writers, holder
 from holdfast_core.errors import ConfigError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity, manifest_document
 from holdfast_core.format.rank_layout import LayoutDigests
@@ -41,6 +48,7 @@ from holdfast_core.ids import (
 from holdfast_core.messages import codec
 from holdfast_core.messages.schema import ReportedShard
 from holdfast_core.node.documents import read_document, replace_document
+from holdfast_core.node.files import disk_errors, fsync_directory, make_directories
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.retention import RetentionReason, superseded
 from holdfast_core.save.place import info_of
@@ -220,8 +228,8 @@ class Committer:
 
         1. a shard of this process's ranks that no checkpoint names and that is older than the newest
            checkpoint;
-        2. the oldest checkpoint, but never the newest one, and not the restore point `protected` before
-           this run has committed a checkpoint of its own;
+        2. the oldest checkpoint, but never the newest or a pinned one, and not the restore point
+           `protected` before this run has committed a checkpoint of its own;
         3. a shard of this process's ranks of an older save that other ranks have not completed. They
            cannot complete it while the disk is full for them, too.
         """
@@ -238,8 +246,9 @@ class Committer:
             if committed and orphans and age_of(orphans[0].checkpoint) < age_of(committed[-1]):
                 return self._drop(orphans[0])
             has_own = any(checkpoint.round == wanted.round for checkpoint in committed)
+            kept = pinned(self.records_dir.parent)
             for checkpoint in committed[:-1]:
-                if has_own or checkpoint != protected:
+                if checkpoint not in kept and (has_own or checkpoint != protected):
                     self.tier.delete_checkpoint(JOB_UID, checkpoint)
                     return checkpoint
             return self._drop(orphans[0]) if orphans else None
@@ -270,6 +279,7 @@ class Committer:
         if leader:
             # The restore point of this run stays, to which a restart can return.
             needed = {
+                RetentionReason.PINNED: pinned(self.records_dir.parent),
                 RetentionReason.BEING_READ: claimed_checkpoints(self.records_dir.parent),
                 RetentionReason.RESTORE_POINT: {newest, *protected},
             }
@@ -373,8 +383,8 @@ def delete_step(root: Path, step: Step, *, even_last: bool) -> bool:
     2. The manifests are removed durably. From here on it does not exist.
     3. The shards are removed. After a kill before or during this, the next save in the folder removes them.
 
-    Return False if the folder has no such step. Raises ConfigError for a checkpoint in use, for the newest
-    one while a training runs, and for the newest one without `even_last`.
+    Return False if the folder has no such step. Raises ConfigError for a checkpoint in use or pinned, for the
+    newest one while a training runs, and for the newest one without `even_last`.
     """
     if not _of_step(root, step):
         return False  # before the folder's directories are created
@@ -389,14 +399,87 @@ def delete_step(root: Path, step: Step, *, even_last: bool) -> bool:
                 f"step {step} in {root} is in use: a training was restored from it and still runs, or a "
                 "process reads or uploads it. Delete it when that process has ended"
             )
+        if not pinned(root).isdisjoint(wanted):
+            raise ConfigError(
+                f"step {step} in {root} is pinned: release it before (holdfast.open(dir).unpin({step}), or "
+                f"`holdfast unpin {root}@{step}`)"
+            )
         if committed(root)[0] in wanted:
             _expect_not_needed(root, step, even_last=even_last)
         for checkpoint in reversed(wanted):  # the newest one last: it is the restore point
-            for files in runs_in(root / "records"):
-                files.forget(checkpoint)
-            tier.delete_checkpoint(JOB_UID, checkpoint)
+            _delete(root, tier, checkpoint)
         tier.volume.remove_spare_files()
         return True
+
+
+def delete_unneeded(
+    root: Path, wanted: Iterable[CheckpointId]
+) -> Iterator[tuple[CheckpointId, RetentionReason | None]]:
+    """Delete checkpoints of a folder that a plan prunes, each as `delete_step` does.
+
+    The lock is released between two of them, so that the commits of a training do not wait for all. Each is
+    looked at again under the lock, because a training or a reader may need it since the plan was made.
+
+    Yields:
+        Each checkpoint, when it is gone, with None, or with the reason why it stays.
+    """
+    tier = DiskNodeTier(root / "tier", fill_limit=1.0, name="folder")
+    tier.open()
+    for checkpoint in wanted:
+        with one_at_a_time(root):
+            needed = needed_in(root)
+            reason = next((why for why, found in needed.items() if checkpoint in found), None)
+            if reason is None:
+                _delete(root, tier, checkpoint)
+        yield checkpoint, reason
+    tier.volume.remove_spare_files()
+
+
+def needed_in(root: Path) -> dict[RetentionReason, Collection[CheckpointId]]:
+    """Return the checkpoints of a folder that must stay whatever a policy says, by reason."""
+    waiting: list[CheckpointId] = []
+    if has_writers(root / "processes"):  # else the queue is of a run that has ended
+        from holdfast.directory.plan import PlanFile  # a folder without a store has none
+
+        for files in runs_in(root / "records"):
+            plan = PlanFile(files.path / "plan.json").read()
+            waiting += () if plan is None else plan.queue.wanted
+    return {
+        RetentionReason.PINNED: pinned(root),
+        RetentionReason.BEING_READ: claimed_checkpoints(root),
+        RetentionReason.UPLOADING: waiting,
+    }
+
+
+def pin_checkpoint(root: Path, checkpoint: CheckpointId) -> None:
+    """Keep a checkpoint of a folder from being deleted, until `unpin_checkpoint`. It may be pinned already.
+
+    The mark is durable when this returns. Raises NotFoundError if the checkpoint was deleted meanwhile, and
+    TierError.
+    """
+    mark = pins_of(root) / str(checkpoint)
+    with disk_errors(f"writing {mark}"), one_at_a_time(root):
+        if checkpoint not in committed(root):
+            raise NotFoundError(
+                f"step {checkpoint.step} in {root} was deleted before it was pinned"
+            )
+        make_directories(mark.parent)
+        mark.touch(0o640)
+        fsync_directory(mark.parent)
+
+
+def unpin_checkpoint(root: Path, checkpoint: CheckpointId) -> None:
+    """Remove the mark of a pinned checkpoint durably. One that is not pinned is no error."""
+    mark = pins_of(root) / str(checkpoint)
+    with disk_errors(f"removing {mark}"), contextlib.suppress(FileNotFoundError):
+        mark.unlink()
+        fsync_directory(mark.parent)
+
+
+def _delete(root: Path, tier: DiskNodeTier, checkpoint: CheckpointId) -> None:
+    for files in runs_in(root / "records"):
+        files.forget(checkpoint)
+    tier.delete_checkpoint(JOB_UID, checkpoint)
 
 
 def _of_step(root: Path, step: Step) -> list[CheckpointId]:

@@ -344,7 +344,8 @@ class OpenFolder:
                 if gone is None:
                     raise CapacityError(
                         f"{self.options.root} has no room for step {wanted.step}, and nothing in "
-                        f"it may be deleted, because the newest checkpoint is kept ({error})"
+                        f"it may be deleted, because the newest checkpoint and those that are pinned are "
+                        f"kept ({error})"
                     ) from error
                 logger.warning(
                     "%s has no room for step %d: %s was deleted, although keep_last is %d. Free space in "

@@ -226,6 +226,11 @@ def wait_for_writers(directory: Path, longest_seconds: float = _LONGEST_WAIT_SEC
             remove_if_free(process.trainer)
 
 
+def has_writers(directory: Path) -> bool:
+    """Return whether a persister writes, as far as that can be determined."""
+    return any(is_held(path) for path in directory.glob("*.writer"))
+
+
 def claim_checkpoint(root: Path, checkpoint: CheckpointId) -> Claim | None:
     """Record that this process reads `checkpoint`, until the claim is released or the process ends.
 

@@ -19,11 +19,11 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from holdfast.directory.choice import JOB_UID, NAMESPACE, candidates
+from holdfast.directory.choice import JOB_UID, NAMESPACE, candidates, pinned
 from holdfast.directory.commit import remove_older
 from holdfast.directory.folder_store import FolderStore, ForeignTrainingError
 from holdfast.directory.open_folder import OpenFolder
@@ -409,7 +409,8 @@ class FolderUploads:
     def _retain(self) -> None:
         """Delete the checkpoints of the store that are not kept."""
         protected, stored = self._folder.protected, self._store.checkpoints()
-        needed = {
+        needed: dict[RetentionReason, Collection[CheckpointId]] = {
+            RetentionReason.PINNED: pinned(self._folder.options.root),
             RetentionReason.RESTORE_POINT: () if protected is None else (protected,),
             RetentionReason.UPLOADING: self.wanted,
         }

@@ -98,7 +98,7 @@ class BoxReader(Closing):
         # The tensors refer to this object, so that the claim exists as long as one of them exists.
         self._claim: object = source.claim(checkpoint)
         self.manifest: Manifest = source.manifest(checkpoint)
-        self._source = source
+        self.source = source
         self.tier = source.tier
         self._layouts: dict[Rank, RankLayout] = {}
         self._shards: OrderedDict[Rank, ShardSource] = OrderedDict()
@@ -106,13 +106,13 @@ class BoxReader(Closing):
 
     @property
     def name(self) -> str:
-        return f"step {self.manifest.step} in {self._source.name}"
+        return f"step {self.manifest.step} in {self.source.name}"
 
     def layout(self, rank: Rank) -> RankLayout:
         """Return the layout of a rank. Raises CorruptionError, NotFoundError."""
         if rank not in self._layouts:
             shard = self.manifest.shards[rank]
-            document = self._source.layout(self.manifest.ref(rank), shard.layout)
+            document = self.source.layout(self.manifest.ref(rank), shard.layout)
             self._layouts[rank] = parse_rank_layout(document)
         return self._layouts[rank]
 
@@ -168,7 +168,7 @@ class BoxReader(Closing):
         if shard is None:
             if len(self._shards) >= self.most_open:
                 self._shards.popitem(last=False)[1].close()
-            shard = self._source.open_shard(self.manifest.ref(rank))
+            shard = self.source.open_shard(self.manifest.ref(rank))
         try:
             yield shard
         except BaseException:
@@ -191,7 +191,7 @@ class BoxReader(Closing):
         """Raise NotFoundError if the checkpoint was deleted, which explains that shards are missing."""
         with suppress(CorruptionError):
             try:
-                self._source.manifest(self.manifest.checkpoint)
+                self.source.manifest(self.manifest.checkpoint)
             except NotFoundError:
                 raise NotFoundError(
                     f"{self.name} was deleted while it was read: read another step"

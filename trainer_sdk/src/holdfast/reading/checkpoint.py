@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 from holdfast.reading.boxes import BoxReader, Memory
 from holdfast.reading.source import CheckpointSource
@@ -23,6 +24,10 @@ from holdfast_core.format.rank_layout import RankLayout, TensorSlice, element_by
 from holdfast_core.ids import ByteRange, CheckpointId, Rank
 from holdfast_core.reshard.boxes import holders_of, saved_state
 from holdfast_core.tasks import Closing
+
+if TYPE_CHECKING:
+    from holdfast.reading.comparing import CheckpointDiff
+    from holdfast.reading.describing import CheckpointDescription
 
 _NOWHERE = ByteRange(0, 0)
 
@@ -107,6 +112,11 @@ class LazyTensor:
         return self._stored_dtype
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the stored elements, which has one dimension more if `is_raw`."""
+        return self._stored_shape
+
+    @property
     def is_raw(self) -> bool:
         """Whether safetensors does not have the type, so that the tensor is stored as bytes."""
         return self._is_raw
@@ -132,10 +142,11 @@ class LazyTensor:
         for box in self.boxes(limit_bytes):
             yield self.read_flat(box)
 
-    def boxes(self, limit_bytes: int) -> Iterator[Box]:
-        """Yield the boxes of the parts that `pieces` yields."""
-        if math.prod(self.shape):
-            yield from self._split((0,) * len(self.shape), self.shape, 0, limit_bytes)
+    def boxes(self, limit_bytes: int, within: Box | None = None) -> Iterator[Box]:
+        """Yield the boxes of the parts that `pieces` yields, of the whole tensor or of one box of it."""
+        offsets, lengths = ((0,) * len(self.shape), self.shape) if within is None else within
+        if math.prod(lengths):
+            yield from self._split(offsets, lengths, 0, limit_bytes)
 
     def read_flat(self, box: Box) -> Any:
         """Return a box as a flat tensor or array. Raises CorruptionError, NotFoundError."""
@@ -289,6 +300,46 @@ class SavedCheckpoint(Closing):
         if not isinstance(decoded, dict):
             raise FormatError(f"{self._reader.name}: the state of rank {rank} is not a dict")
         return decoded
+
+    def describe(self) -> CheckpointDescription:
+        """Return all that the checkpoint says of itself, as plain values. No tensor is read.
+
+        Raises CorruptionError and NotFoundError as `tensors`, `objects` and `metrics` do, and what the place
+        raises where it does not answer.
+        """
+        from holdfast.reading.describing import describe
+
+        return describe(self, self._manifest, self._reader.source)
+
+    def compare(
+        self,
+        later: SavedCheckpoint,
+        *,
+        tensors: str = "*",
+        progress: Callable[[int], object] | None = None,
+    ) -> CheckpointDiff:
+        """Return what changed from this checkpoint to another one, of the same place or of another.
+
+        later: the other checkpoint.
+        tensors: pattern of the names to compare, with *, ? and [...] as of a shell, such as "model.*".
+        progress: receives the number of bytes each time some of the tensors that both have were compared.
+
+        Bytes of which the chunk tables of both prove that they are equal are not read. The memory is some
+        tens of MiB, and the layouts and chunk tables. Raises CorruptionError where a part that must be read
+        cannot be read, and NotFoundError where one of them was deleted meanwhile.
+        """
+        from holdfast.reading.comparing import compare
+
+        chosen = [
+            (
+                {name: t for name, t in one.tensors().items() if fnmatchcase(name, tensors)},
+                one._reader,
+            )
+            for one in (self, later)
+        ]
+        before, after = (one._encoded(Rank(0)) for one in (self, later))
+        entries = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+        return compare(chosen[0], chosen[1], tuple(entries), progress or (lambda _: None))
 
     def keep_open(self, shards: int) -> None:
         """Keep at most `shards` files open between two reads. Each may keep a buffer of 8 MiB."""

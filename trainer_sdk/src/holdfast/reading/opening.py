@@ -5,21 +5,26 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from holdfast.base.options import folder_path, required_store
 from holdfast.base.settings import current_environment
 from holdfast.directory.choice import JOB_UID, refuse_old_layout
 from holdfast.reading.checkpoint import SavedCheckpoint
-from holdfast.reading.source import CheckpointSource, FolderSource
+from holdfast.reading.source import CheckpointSource, FolderSource, ListedCheckpoint
 from holdfast_core.drill import DrillReport, DrillRequest, drill, newest_of
 from holdfast_core.errors import FormatError, NotFoundError
 from holdfast_core.ids import CheckpointId
 from holdfast_core.store_url import StoreUrl
 from holdfast_core.tasks import Closing
+
+if TYPE_CHECKING:
+    from holdfast.reading.pruning import JudgedCheckpoint, PrunePlan
+    from holdfast_core.retention import RetentionPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,11 @@ class Checkpoints(Closing):
     def __repr__(self) -> str:
         return f"Checkpoints({self._source.name!r}, steps={self.steps()})"
 
+    @property
+    def name(self) -> str:
+        """Path or URL."""
+        return self._source.name
+
     def list(self) -> tuple[SavedStep, ...]:
         """Return the committed checkpoints, oldest first. A restore chooses the last one."""
         found = reversed(self._source.checkpoints())
@@ -73,6 +83,72 @@ class Checkpoints(Closing):
             f"{self._source.name}: {_ATTEMPTS} checkpoints were pruned while they were opened: the "
             "training keeps too few of them (keep_last)"
         )
+
+    def listing(self) -> tuple[ListedCheckpoint, ...]:
+        """Return the committed checkpoints with time, ranks and bytes, oldest first, from names alone."""
+        return tuple(self._source.listed())
+
+    def pin(self, step: int) -> None:
+        """Keep the newest checkpoint of a step from being deleted by any retention, `prune` or `delete`.
+
+        The mark is durable. A pin in a folder also holds the copy in the store to which the folder uploads.
+        Raises NotFoundError where there is no such step, and ConfigError in a store, which keeps no pins, and
+        where the folder cannot be written.
+        """
+        self._source.pin(self._found(step)[0])
+
+    def unpin(self, step: int) -> None:
+        """Release the checkpoints of a step. Raises as `pin` does."""
+        for checkpoint in self._found(step):
+            self._source.unpin(checkpoint)
+
+    def plan_prune(self, policy: RetentionPolicy) -> PrunePlan:
+        """Return which checkpoints a policy deletes and keeps, and why. Nothing is deleted.
+
+        The newest checkpoint is always kept, and in a folder what is pinned, what a process reads or has
+        restored, and what waits for its upload.
+
+        Raises ConfigError for a policy without keep_last, which keeps all, and CorruptionError where the
+        policy asks for the best of a metric that cannot be read.
+        """
+        from holdfast.reading.pruning import plan_prune
+
+        return plan_prune(self._source, policy, self.metrics_of)
+
+    def prune(
+        self, plan: PrunePlan, progress: Callable[[JudgedCheckpoint], object] | None = None
+    ) -> tuple[JudgedCheckpoint, ...]:
+        """Delete what a plan names, unless something needs it meanwhile: that is returned with the reason.
+
+        plan: from `plan_prune`, of the same place.
+        progress: receives each checkpoint when it is gone.
+
+        Each checkpoint is deleted as `Checkpointer.delete` does: after an interruption at any moment it
+        exists completely or not at all.
+
+        Raises ConfigError where the folder cannot be written, and what the place raises.
+        """
+        from holdfast.reading.pruning import prune
+
+        return prune(self._source, plan, progress or (lambda _: None))
+
+    def sweep(self) -> int:
+        """Delete objects of a store that no checkpoint needs. Return the number of bytes.
+
+        Interrupted uploads and prunes leave such objects, and pruned checkpoints do as long as others need
+        them. Call it only where the training is over: it cannot know an upload of the newest round that goes
+        on. Objects of the last hour stay. In a folder the next save does the same.
+        """
+        return self._source.sweep()
+
+    def job_name(self) -> str | None:
+        """Return namespace/name of the TrainingJob that saved in a store. None for a training in a folder."""
+        return self._source.job_name()
+
+    def metrics_of(self, listed: ListedCheckpoint) -> dict[str, float]:
+        """Return what rank 0 had reported when it saved. Raises NotFoundError, CorruptionError."""
+        with SavedCheckpoint(self._source, listed.id) as saved:
+            return saved.metrics()
 
     def close(self) -> None:
         """Release the source. Close the opened checkpoints before."""
@@ -141,21 +217,45 @@ def verify(
             del claim
 
 
+@contextmanager
+def open_each(path_or_url: str | os.PathLike[str]) -> Iterator[dict[str, Checkpoints]]:
+    """Open the checkpoints of each training of a place, by its path or URL. Only a prefix may have several.
+
+    path_or_url: the folder or store, as for `open_checkpoints`.
+
+    Raises what `open_checkpoints` raises.
+    """
+    url = _store_of(path_or_url)
+    if url is None:
+        with open_checkpoints(path_or_url) as one:
+            yield {one.name: one}
+        return
+    from holdfast.reading.object_store import StoreSource
+
+    sources = StoreSource.open_each(url, current_environment())
+    with sources[0]:  # they share their connections
+        yield {source.name: Checkpoints(source) for source in sources}
+
+
 def _source_of(path_or_url: str | os.PathLike[str]) -> CheckpointSource:
-    text = os.fspath(path_or_url)
-    if isinstance(text, str) and text.strip().lower().startswith("s3:/"):
-        return _store(required_store(text))
-    root = folder_path(path_or_url)
-    if not (root / "tier" / JOB_UID).is_dir() and any(_manifests_of_jobs(root)):
-        return _store(required_store(f"file://{quote(str(root))}"))
-    refuse_old_layout(root)
-    return FolderSource(root)
-
-
-def _store(url: StoreUrl) -> CheckpointSource:
+    url = _store_of(path_or_url)
+    if url is None:
+        return FolderSource(folder_path(path_or_url))
     from holdfast.reading.object_store import StoreSource
 
     return StoreSource.open(url, current_environment())
+
+
+def _store_of(path_or_url: str | os.PathLike[str]) -> StoreUrl | None:
+    """Return the URL of a store, or None for a folder. Raises ConfigError for anything else."""
+    text = os.fspath(path_or_url)
+    if isinstance(text, str) and text.strip().lower().startswith("s3:/"):
+        return required_store(text)
+    root = folder_path(path_or_url)
+    if not (root / "tier" / JOB_UID).is_dir() and any(_manifests_of_jobs(root)):
+        return required_store(f"file://{quote(str(root))}")
+    refuse_old_layout(root)
+    return None
 
 
 def _manifests_of_jobs(root: Path) -> Iterator[Path]:
