@@ -24,6 +24,7 @@ class Exit(IntEnum):
     NOT_RESTORABLE = 4
     MISSING = 5
     FORBIDDEN = 6
+    DIFFERENT = 7
     INTERRUPTED = 130
 
 
@@ -36,6 +37,7 @@ EXPLAINED = {
     Exit.MISSING: "what was named does not exist",
     Exit.FORBIDDEN: "its state forbids the deed: it is being deleted, quarantined, pinned, protected, of "
     "somebody else, or of another version",
+    Exit.DIFFERENT: "`diff --exit-code` has found a difference",
     Exit.INTERRUPTED: "interrupted",
 }
 """The meaning of each code, as `--help` and docs/cli.md say it."""

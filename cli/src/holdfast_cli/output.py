@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -115,7 +116,7 @@ def _plain(value: object) -> object:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return float(value)
+        return float(value) if math.isfinite(value) else None  # JSON has no other numbers
     if isinstance(value, (str, PurePath)):
         return str(value)
     raise TypeError(f"a {type(value).__name__} has no form in JSON")

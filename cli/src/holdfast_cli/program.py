@@ -53,6 +53,7 @@ VERBS = {
     "completion": LazyVerb(
         "completion", "print the script by which a shell completes commands", kinds=()
     ),
+    "diff": LazyVerb("diffing", "show what changed between two checkpoints, and by how much"),
     "export": LazyVerb("exporting", "write a checkpoint for other tools"),
     "import": LazyVerb(
         "importing",
@@ -63,8 +64,9 @@ VERBS = {
     "merge": LazyVerb(
         "exporting", "write the mean of the weights of several checkpoints", "merging"
     ),
+    "pin": LazyVerb("pinning", "keep a checkpoint whatever a retention says"),
     "prune": LazyVerb(
-        "pruning", "delete the checkpoints that the retention of a job does not keep", kinds=JOBS
+        "pruning", "delete the checkpoints that a retention does not keep", kinds=JOBS
     ),
     "restart": LazyVerb(
         "restoring", "start a job over that has lost all of its checkpoints", "restart", kinds=JOBS
@@ -73,9 +75,11 @@ VERBS = {
         "restoring", "roll a job back to one of its checkpoints, or fork it", kinds=JOBS
     ),
     "save": LazyVerb("saving", "request a save now", kinds=JOBS),
+    "show": LazyVerb("showing", "show what a checkpoint holds, and the state of its object"),
     "status": LazyVerb(
         "status", "show a job with its pods, tiers and recoveries, or list all jobs", kinds=JOBS
     ),
+    "unpin": LazyVerb("pinning", "release a pinned checkpoint", "unpin"),
     "verify": LazyVerb("verifying", "read every byte of a checkpoint, and compare the digests"),
 }
 _OF_THE_SDK = {

@@ -63,7 +63,20 @@ _GANG_COLUMNS = (
     "RESTARTS",
     "GOODPUT",
 )
-_CHECKPOINT_COLUMNS = ("NAME", "JOB", "STEP", "PHASE", "SIZE", "PINNED")
+_CHECKPOINT_COLUMNS = (
+    "NAME",
+    "JOB",
+    "STEP",
+    "PHASE",
+    "SIZE",
+    "PINNED",
+    Column("ROUND", wide=True),
+    Column("RANKS", wide=True),
+    Column("TIERS", wide=True),
+    Column("SAVED", wide=True),
+    Column("VERIFIED", wide=True),
+    Column("METRICS", wide=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +178,12 @@ def _gangs_table(gangs: Sequence[dict[str, Any]], everywhere: bool) -> Table:
     return Table(_columns(_GANG_COLUMNS, everywhere), rows)
 
 
-def _columns(names: Sequence[str], everywhere: bool) -> Sequence[str]:
+def metrics_text(values: Mapping[str, float]) -> str | None:
+    """Return the values of metrics in one cell."""
+    return ", ".join(f"{name}={value:g}" for name, value in sorted(values.items())) or None
+
+
+def _columns(names: Sequence[Column | str], everywhere: bool) -> Sequence[Column | str]:
     return ("NAMESPACE", *names) if everywhere else names
 
 
@@ -278,6 +296,12 @@ def checkpoints_table(items: Sequence[dict[str, Any]], *, everywhere: bool = Fal
             status.get("phase"),
             status.get("size"),
             "yes" if item["spec"].get("pin") else "",
+            status.get("round"),
+            status.get("worldSize"),
+            status.get("tiers"),
+            status.get("committedAt"),
+            status.get("verifiedAt"),
+            metrics_text(status.get("metrics") or {}),
         )
         rows.append(row)
     return Table(_columns(_CHECKPOINT_COLUMNS, everywhere), rows)
