@@ -20,7 +20,8 @@ from tests.support.operator.builders import checkpoint, job, status
 from tests.support.servers.ports import free_port
 
 from holdfast_core.api import LineageEntry
-from holdfast_core.ids import RestartRound, Step
+from holdfast_core.ids import JobUid, RestartRound, Step
+from holdfast_core.names import pod_name
 
 
 @dataclass
@@ -65,7 +66,7 @@ def server() -> Iterator[ApiServer]:
             self.end_headers()
             self.wfile.write(body)
 
-        do_POST = do_GET
+        do_POST = do_DELETE = do_GET
 
         def do_PATCH(self) -> None:
             length = int(self.headers["Content-Length"])
@@ -526,3 +527,68 @@ def test_options_of_a_fork_need_its_name(config: Path) -> None:
         ended = run(config, "restore", "job@40", *option)
         assert ended.returncode == 2
         assert "belong to --to-new-job" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("logs", "gpt"), ("events", "gpt"), ("inject", "gpt", "--kill", "rank=0", "--yes")],
+    ids=lambda words: words[0],
+)
+def test_a_verb_on_call_of_a_job_that_does_not_exist(
+    server: ApiServer, config: Path, words: tuple[str, ...]
+) -> None:
+    server.answers["namespaces/team-a"] = (
+        200,
+        json.dumps(
+            {"metadata": {"name": "team-a", "labels": {"holdfast.dev/game-days": "allowed"}}}
+        ),
+    )
+    server.refuse(404, 'trainingjobs.holdfast.dev "gpt" not found')
+    line = complaint(config, *words, code=5)
+    assert "trainingjobs/gpt and checkpointadoptions/gpt not found in namespace team-a" in line
+
+
+@pytest.fixture
+def game_day(server: ApiServer) -> ApiServer:
+    """A namespace with the label, with a job of one running pod."""
+    labels = {"holdfast.dev/game-days": "allowed"}
+    uid = "8d2f8f6e-0000-4000-8000-000000000001"
+    gang = {
+        "kind": "TrainingJob",
+        "metadata": {"name": "gpt", "namespace": "team-a", "uid": uid},
+        "spec": {"workers": 1},
+        "status": {"phase": "Running", "members": [0], "restartRound": 0},
+    }
+    pod = {
+        "metadata": {"name": pod_name("gpt", JobUid(uid), 0, 0), "uid": "p"},
+        "spec": {"nodeName": "n-1"},
+        "status": {"phase": "Running"},
+    }
+    server.answers |= {
+        "namespaces/team-a": (200, json.dumps({"metadata": {"name": "team-a", "labels": labels}})),
+        "/trainingjobs/gpt": (200, json.dumps(gang)),
+        "/pods": (200, json.dumps({"items": [pod]})),
+        "DELETE": (200, "{}"),
+    }
+    server.refuse(404, "not found")
+    return server
+
+
+def test_a_game_day_without_a_terminal_needs_yes_and_says_what_would_happen(
+    game_day: ApiServer, config: Path
+) -> None:
+    ended = run(config, "inject", "gpt", "--delete-pod", "0")
+    assert ended.returncode == 2
+    assert "--yes confirms it" in ended.stderr and "of worker 0 is deleted" in ended.stderr
+    assert not any("/pods/" in path for path in game_day.paths), "nothing was deleted"
+    ended = run(config, "inject", "gpt", "--delete-pod", "0", "--yes")
+    assert ended.returncode == 0, ended.stderr
+    assert "kubectl holdfast status gpt -w shows the recovery" in ended.stdout
+
+
+def test_a_game_day_in_a_namespace_without_the_label_is_forbidden_by_its_state(
+    game_day: ApiServer, config: Path
+) -> None:
+    game_day.answers["namespaces/team-a"] = 200, json.dumps({"metadata": {"name": "team-a"}})
+    line = complaint(config, "inject", "gpt", "--delete-pod", "0", "--yes", code=6)
+    assert "kubectl label namespace team-a holdfast.dev/game-days=allowed" in line

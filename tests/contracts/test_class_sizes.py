@@ -22,6 +22,7 @@ VIEW = "It is a plain view, and has one field for each thing that a decision rea
 WIRING = "It wires the parts of its process once, and has one field for each part that it starts or stops."
 
 ALLOWED = {
+    "cli.Findings": VIEW,
     "core.CheckpointStatus": API_OBJECT,
     "core.CoordinatorState": MESSAGE,
     "core.Round": MESSAGE,

@@ -5,19 +5,27 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kubernetes import client
-from kubernetes.client.exceptions import ApiException, OpenApiException
+from kubernetes import client, stream
+from kubernetes.client.exceptions import ApiException
 from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION as KUBECONFIG
 from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 from urllib3.exceptions import HTTPError, ProtocolError
 
 from holdfast_cli.errors import CommandError, NotFound, UsageError
-from holdfast_cli.gangs import KINDS, VERSION, MemberPod, accepted, members, newest_of
+from holdfast_cli.gangs import (
+    KINDS,
+    MAX_STREAMS,
+    VERSION,
+    MemberPod,
+    accepted,
+    members,
+    newest_of,
+)
 from holdfast_cli.targets import ClusterTarget, Kind
 from holdfast_core.contract import METRICS_PORT
 from holdfast_core.names import GROUP, JOB_UID_LABEL
@@ -26,6 +34,14 @@ REQUEST_SECONDS = (5, 30)
 """Time-outs of a request: for the connection, and for each read."""
 READ_TRIES = 3
 """Tries of a read whose connection breaks, as at a restart of a load balancer."""
+METRICS_SECONDS = 3
+"""Time-out of a request for the metrics of a sidecar."""
+LOG_SECONDS = (5, 60)
+"""Time-outs of a log that is followed: for the connection, and for each read."""
+_CHUNK_BYTES = 16 * 1024
+_ERROR_CHANNEL = 3
+"""Channel of the protocol of `exec` on which the Status arrives."""
+_HANDSHAKE = re.compile(r"Handshake status (\d+)")
 _SAMPLE = re.compile(r"^holdfast_newest_step\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -62,6 +78,7 @@ class ClusterClient:
             )
         configuration = type.__call__(client.Configuration)
         configuration.retries = False
+        configuration.connection_pool_maxsize = MAX_STREAMS
         try:
             merger = KubeConfigMerger(KUBECONFIG)
             loader = KubeConfigLoader(
@@ -82,6 +99,10 @@ class ClusterClient:
         default = chosen["context"].get("namespace") or "default"
         name = str(chosen["name"])
         return cls(api, namespace or default, name, configuration.host, everywhere)
+
+    def in_namespace(self, namespace: str) -> ClusterClient:
+        """Return a client of the same connection whose requests go to this namespace."""
+        return replace(self, namespace=namespace, everywhere=False)
 
     def get(self, plural: str, name: str) -> dict[str, Any]:
         call = client.CustomObjectsApi(self.api).get_namespaced_custom_object
@@ -161,26 +182,98 @@ class ClusterClient:
         return members(gang, self.pods(f"{JOB_UID_LABEL}={gang['metadata']['uid']}"))
 
     def pods(self, selector: str) -> list[dict[str, Any]]:
-        core = client.CoreV1Api(self.api)
-
-        def call(*_: Any, **options: Any) -> Any:
-            return core.list_namespaced_pod(self.namespace, label_selector=selector, **options)
-
-        listed = self._request("pods", call, "pods", tries=READ_TRIES)
-        return list(self.api.sanitize_for_serialization(listed)["items"])
+        call = "CoreV1Api.list_namespaced_pod"
+        return list(self.ask(call, self.namespace, label_selector=selector)["items"])
 
     def log(self, pod: str) -> str:
         """Return the whole log of a pod with one container."""
+        reply = self.answer("CoreV1Api.read_namespaced_pod_log", pod, self.namespace)
+        return str(reply.data.decode(errors="replace"))
+
+    def ask(self, call: str, *arguments: Any, tries: int = READ_TRIES, **options: Any) -> Any:
+        """Return the JSON of the answer to a call of the Kubernetes client.
+
+        Args:
+            call: Class and method, such as "CoreV1Api.list_node".
+            arguments: Arguments of the method.
+            tries: Tries of the request if its connection breaks. More than 1 only if it changes nothing.
+            options: More arguments of the method.
+        """
+        return json.loads(self.answer(call, *arguments, tries=tries, **options).data)
+
+    def answer(self, call: str, *arguments: Any, tries: int = READ_TRIES, **options: Any) -> Any:
+        """Return the answer to a call of the Kubernetes client: `headers` and the unread `data`."""
+        kind, _, method = call.partition(".")
+        bound = getattr(getattr(client, kind)(self.api), method)
+
+        def request(*_: Any, **more: Any) -> Any:
+            return bound(*arguments, _preload_content=False, **{**more, **options})
+
+        return self._request(_words(method, arguments), request, "trainingjobs", tries=tries)
+
+    def log_chunks(
+        self, pod: str, container: str, *, since_seconds: int | None = None, **options: bool
+    ) -> Iterator[bytes]:
+        """Return the log of a container, with a time stamp before each line.
+
+        Args:
+            pod: Name of the pod.
+            container: Its container.
+            since_seconds: Age of the oldest lines that are needed. None: the whole log.
+            options: `follow` and `previous` of the Kubernetes API.
+
+        Raises:
+            CommandError: It cannot be opened.
+            ConnectionError: It broke.
+        """
+        since = {} if since_seconds is None else {"since_seconds": since_seconds}
+        reply = self.answer(
+            "CoreV1Api.read_namespaced_pod_log",
+            pod,
+            self.namespace,
+            container=container,
+            timestamps=True,
+            _request_timeout=LOG_SECONDS,
+            **since,
+            **options,
+        )
+        try:
+            yield from reply.stream(_CHUNK_BYTES)
+        except HTTPError as error:
+            raise ConnectionError(_one_line(str(error))) from error
+        finally:
+            reply.close()
+
+    def run_in(self, pod: str, container: str, command: Sequence[str]) -> tuple[int, str]:
+        """Run a command in a container, and return its exit code and its output."""
         core = client.CoreV1Api(self.api)
 
-        def call(*_: Any, **options: Any) -> Any:
-            # The client would turn a log that is JSON into Python's text of it.
-            reply = core.read_namespaced_pod_log(
-                pod, self.namespace, _preload_content=False, **options
-            )
-            return reply.data.decode(errors="replace")
+        def call(*_: Any, **__: Any) -> Any:
+            try:
+                socket = stream.stream(
+                    core.connect_get_namespaced_pod_exec,
+                    pod,
+                    self.namespace,
+                    container=container,
+                    command=list(command),
+                    stdout=True,
+                    stderr=True,
+                    _preload_content=False,
+                )
+            except ApiException as error:  # a refusal of the handshake has status 0
+                found = _HANDSHAKE.search(str(error.reason))
+                if found is not None:
+                    error.status = int(found[1])
+                    error.body = str(error.reason).rpartition("-+-+-")[2]
+                raise
+            socket.run_forever(timeout=REQUEST_SECONDS[1])
+            verdict = str(socket.read_channel(_ERROR_CHANNEL))  # read_all would drop it
+            text = str(socket.read_all())
+            socket.close()
+            return verdict, text
 
-        return str(self._request(f"the log of pod {pod}", call, "pods", tries=READ_TRIES))
+        verdict, text = self._request(f"a command in pod {pod}", call, "pods")
+        return _exit_code(verdict, f"container {container} of pod {pod}"), text
 
     def create(self, plural: str, body: dict[str, Any]) -> dict[str, Any]:
         call = client.CustomObjectsApi(self.api).create_namespaced_custom_object
@@ -280,23 +373,32 @@ class ClusterClient:
                 )
         return f"{server} refused {what} ({error.status}): {message or error.reason}"
 
+    def metrics(self, pod: str) -> str:
+        """Return the metrics of the sidecar of a pod. The time-out is METRICS_SECONDS."""
+        reply = self.answer(
+            "CoreV1Api.connect_get_namespaced_pod_proxy_with_path",
+            f"{pod}:{METRICS_PORT}",
+            self.namespace,
+            "metrics",
+            tries=1,
+            _request_timeout=METRICS_SECONDS,
+        )
+        return str(reply.data.decode(errors="replace"))
+
     def tiers(self, gang: Iterable[MemberPod]) -> dict[int, dict[str, int]]:
         """Return the newest step by rank and tier, from the metrics of the members' sidecars.
 
-        Sidecars that cannot be read, with a time-out of 3 s, are left out.
+        Sidecars that cannot be read are left out.
         """
-        core = client.CoreV1Api(self.api)
         tiers: dict[int, dict[str, int]] = {}
         for member in gang:
             if not member.exists:
                 continue
             try:
-                text = core.connect_get_namespaced_pod_proxy_with_path(
-                    f"{member.pod}:{METRICS_PORT}", self.namespace, "metrics", _request_timeout=3
-                )
-            except (ApiException, OpenApiException, HTTPError):
+                text = self.metrics(member.pod)
+            except CommandError:
                 continue
-            for labels_text, value in _SAMPLE.findall(str(text)):
+            for labels_text, value in _SAMPLE.findall(text):
                 labels = dict(_LABEL.findall(labels_text))
                 tiers.setdefault(int(labels["rank"]), {})[labels["tier"]] = int(float(value))
         return tiers
@@ -313,6 +415,30 @@ def _status_message(error: ApiException) -> str | None:
         return str(json.loads(error.body)["message"])
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def _exit_code(verdict: str, place: str) -> int:
+    """Return the exit code in the Status that ends a command in a container.
+
+    Raises CommandError if there is no such Status yet, or no command was started.
+    """
+    if not verdict:
+        raise CommandError(f"the command in {place} has not ended within {REQUEST_SECONDS[1]} s")
+    status = json.loads(verdict)
+    if status.get("status") == "Success":
+        return 0
+    causes = (status.get("details") or {}).get("causes") or []
+    codes = [cause["message"] for cause in causes if cause.get("reason") == "ExitCode"]
+    if not codes:
+        raise CommandError(f"no command could be started in {place}: {status.get('message')}")
+    return int(codes[0])
+
+
+def _words(method: str, arguments: Sequence[Any]) -> str:
+    """Return what a call is about: `read_namespaced_pod` of "gpt-0" is "pod gpt-0"."""
+    verb, _, kind = method.replace("_namespaced", "").partition("_")
+    names = [str(arguments[0])] if arguments and verb not in ("list", "get") else []
+    return " ".join([*kind.split("_"), *names])
 
 
 def _one_line(text: str) -> str:

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_cli.errors import NotFound
-from holdfast_core.names import member_pod_names
+from holdfast_core.contract import TRAINER_CONTAINER
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
+from holdfast_core.names import checkpoint_name, member_pod_names
 
 VERSION = "v1alpha1"
 """Version of the custom resources."""
 KINDS = {"TrainingJob": "trainingjobs", "CheckpointAdoption": "checkpointadoptions"}
 """Plural of each kind of gang."""
+MAX_STREAMS = 64
+"""Logs that are read at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +119,30 @@ def members(gang: dict[str, Any], pods: Iterable[dict[str, Any]]) -> list[Member
     """Return the workers of the current round by index.
 
     Args:
+        gang: See `pods_of_members`.
+        pods: The pods with the label of the gang.
+    """
+    return [_member(worker, pod) for worker, pod in enumerate(pods_of_members(gang, pods))]
+
+
+def pods_of_members(
+    gang: dict[str, Any], pods: Iterable[dict[str, Any]]
+) -> list[dict[str, Any] | None]:
+    """Return the pod of each worker of the current round, or None where it does not exist.
+
+    Args:
         gang: A TrainingJob, whose pods have names that follow from its status or are in it, or a
             CheckpointAdoption, whose status records the uids of its pods.
         pods: The pods with the label of the gang.
     """
     status = gang.get("status") or {}
     by_name = {pod["metadata"]["name"]: pod for pod in pods}
-    by_uid = {pod["metadata"]["uid"]: pod for pod in by_name.values()}
     if gang["kind"] == "TrainingJob":
-        present = [by_name.get(name) for name in member_pod_names(gang)]
-    else:
-        recorded = {pod["worker"]: pod["uid"] for pod in status.get("pods") or []}
-        workers = range(len(status.get("members") or []))
-        present = [by_uid.get(recorded.get(worker, "")) for worker in workers]
-    return [_member(worker, pod) for worker, pod in enumerate(present)]
+        return [by_name.get(name) for name in member_pod_names(gang)]
+    by_uid = {pod["metadata"]["uid"]: pod for pod in by_name.values()}
+    recorded = {pod["worker"]: pod["uid"] for pod in status.get("pods") or []}
+    workers = range(len(status.get("members") or []))
+    return [by_uid.get(recorded.get(worker, "")) for worker in workers]
 
 
 def _member(worker: int, pod: dict[str, Any] | None) -> MemberPod:
@@ -146,3 +160,35 @@ def _member(worker: int, pod: dict[str, Any] | None) -> MemberPod:
         "Terminating" if pod["metadata"].get("deletionTimestamp") else status.get("phase", "-"),
         sum(container.get("restartCount", 0) for container in statuses),
     )
+
+
+def trainer_container(gang: dict[str, Any]) -> str:
+    """Return the name of the container in which the ranks run."""
+    return str(gang["spec"].get("container") or TRAINER_CONTAINER)
+
+
+def ranks_of_pod(gang: dict[str, Any]) -> int:
+    """Return the number of ranks in each pod."""
+    return int(gang["spec"].get("procsPerWorker") or 1)
+
+
+def store_of(gang: dict[str, Any]) -> str | None:
+    """Return the name of the gang's CheckpointStore, or None."""
+    stored = (gang["spec"].get("checkpoint") or {}).get("object") or {}
+    name = (stored.get("storeRef") or {}).get("name")
+    return None if name is None else str(name)
+
+
+def persisted_name(gang: dict[str, Any]) -> str | None:
+    """Return the name of the Checkpoint object of the newest persisted step, or None."""
+    persisted = (gang.get("status") or {}).get("lastPersisted")
+    if not persisted:
+        return None
+    checkpoint = CheckpointId(Step(persisted["step"]), RestartRound(persisted["round"]))
+    meta = gang["metadata"]
+    return checkpoint_name(meta["name"], JobUid(meta["uid"]), checkpoint)
+
+
+def conditions_of(item: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the conditions of an object by type."""
+    return {c["type"]: c for c in (item.get("status") or {}).get("conditions") or []}

@@ -54,13 +54,19 @@ VERBS = {
         "completion", "print the script by which a shell completes commands", kinds=()
     ),
     "diff": LazyVerb("diffing", "show what changed between two checkpoints, and by how much"),
+    "doctor": LazyVerb("doctor", "say what is wrong, and what mends it", kinds=(*JOBS, *STORES)),
+    "events": LazyVerb(
+        "events", "show the Events of a job, its pods, its checkpoints and its store", kinds=JOBS
+    ),
     "export": LazyVerb("exporting", "write a checkpoint for other tools"),
     "import": LazyVerb(
         "importing",
         "save weights of another tool, or make objects of what a store has",
         kinds=STORES,
     ),
+    "inject": LazyVerb("injecting", "cause a fault in a job, to see how it recovers", kinds=JOBS),
     "list": LazyVerb("listing", "list checkpoints", kinds=JOBS),
+    "logs": LazyVerb("logs", "show the logs of all ranks of a job, merged by time", kinds=JOBS),
     "merge": LazyVerb(
         "exporting", "write the mean of the weights of several checkpoints", "merging"
     ),
@@ -79,6 +85,7 @@ VERBS = {
     "status": LazyVerb(
         "status", "show a job with its pods, tiers and recoveries, or list all jobs", kinds=JOBS
     ),
+    "top": LazyVerb("top", "show one line for each job, those that need a person first", kinds=()),
     "unpin": LazyVerb("pinning", "release a pinned checkpoint", "unpin"),
     "verify": LazyVerb("verifying", "read every byte of a checkpoint, and compare the digests"),
 }

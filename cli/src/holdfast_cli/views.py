@@ -126,13 +126,18 @@ def status_lines(screen: Screen) -> list[Line]:
     if screen.checkpoints:
         lines.append(checkpoints_table(newest(screen.checkpoints)))
     for condition in status.get("conditions", []):
-        known = (condition["type"], condition["status"])
-        trouble = known in _TROUBLE or (*known, condition["reason"]) in _TROUBLE_BY_REASON
-        if trouble or known in _WORDS:
+        trouble = is_trouble(condition)
+        if trouble or (condition["type"], condition["status"]) in _WORDS:
             text = f"{condition['type']}: {condition['reason']}: {condition['message']}"
             lines.append(Cell(text, "red" if trouble else ""))
     lines.extend(Cell(problem, "red") for problem in screen.problems)
     return lines
+
+
+def is_trouble(condition: Mapping[str, Any]) -> bool:
+    """Return whether a condition of a gang says that something is wrong."""
+    known = (condition["type"], condition["status"])
+    return known in _TROUBLE or (*known, condition["reason"]) in _TROUBLE_BY_REASON
 
 
 def running_reason(status: dict[str, Any]) -> str:
