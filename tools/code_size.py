@@ -20,11 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 17360,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
+    "core": 17390,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
     "operator": 14100,
     "sidecar": 8580,
-    "trainer_sdk": 17250,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
-    "cli": 2380,
+    "trainer_sdk": 17950,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
+    "cli": 5080,
 }
 """Most lines of code of each package."""
 

@@ -15,7 +15,7 @@ from holdfast_cli.errors import Exit
 from holdfast_cli.options import Session, TargetType, common_options
 from holdfast_cli.output import Cell, Column, Line, Result, Style, Table
 from holdfast_cli.places import place_of
-from holdfast_cli.progress import Progress, bytes_text
+from holdfast_cli.progress import ByteProgress, bytes_text
 from holdfast_cli.showing import shape_text
 from holdfast_cli.targets import ClusterTarget, Kind, Target
 from holdfast_core.names import first_of
@@ -62,7 +62,7 @@ def command(
         )
         names = _named(before, one.step), _named(after, other.step)
         total = sum(t.nbytes for t in one.tensors().values())
-        with Progress("comparing") as progress:
+        with ByteProgress("comparing") as progress:
             found = one.compare(
                 other, tensors=pattern, progress=lambda done: progress.advance(done, total)
             )

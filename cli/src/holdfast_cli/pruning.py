@@ -23,7 +23,7 @@ from holdfast_cli.errors import StateError, UsageError
 from holdfast_cli.options import Session, common_options, target_argument, yes_option
 from holdfast_cli.output import Column, Format, Result, Table, say, show
 from holdfast_cli.places import place_of
-from holdfast_cli.progress import Progress, bytes_text
+from holdfast_cli.progress import ByteProgress, bytes_text
 from holdfast_cli.question import confirm
 from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, Target, named, without_step
 from holdfast_core.api import (
@@ -407,7 +407,7 @@ def prune_place(
             raise StateError(f"nothing was deleted: {obstacle}")
         if not consent.yes:
             confirm_deletion(len(plan.prune))
-        with Progress("deleting") as progress:
+        with ByteProgress("deleting") as progress:
             stayed = found.prune(
                 plan,
                 lambda one: progress.advance(one.checkpoint.stored_bytes, plan.stored_bytes),
