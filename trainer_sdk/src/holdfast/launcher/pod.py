@@ -140,6 +140,20 @@ class _Store:
     address: StoreAddress
 
 
+@dataclass(slots=True)
+class _StacksSearch:
+    """The search for the stacks of the ranks that a plan has requested."""
+
+    token: str = ""
+    task: asyncio.Task[None] | None = None
+    found: tuple[RankStack, ...] | None = None
+    """None: not found yet."""
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+
 class _SidecarLink:
     """The link to the sidecar, whose callbacks run in the event loop.
 
@@ -215,10 +229,7 @@ class PodLauncher:
         self._round: RestartRound | None = None
         """The round whose ranks run."""
         self._watch: asyncio.Task[None] | None = None
-        self._stacks: asyncio.Task[None] | None = None
-        self._stacks_token = ""
-        self._found_stacks: tuple[str, tuple[RankStack, ...]] = "", ()
-        """The newest stacks, with the token of the request."""
+        self._stacks = _StacksSearch()
         self._ended: dict[Rank, DeadRank | None] = {}
         """The ranks of `_round` that have ended by themselves. None: with code 0."""
         self._ended_below: RestartRound | None = None
@@ -268,15 +279,15 @@ class PodLauncher:
 
     async def report(self) -> None:
         """Send the whole state of the launcher."""
-        token, stacks = self._found_stacks
+        search = self._stacks
         state = LauncherState(
             self._round,
             self._ended_below,
             tuple(rank for rank, death in self._ended.items() if death is None),
             tuple(death for death in self._ended.values() if death is not None),
             None if self._store is None else self._store.address,
-            token,
-            stacks,
+            "" if search.found is None else search.token,
+            search.found or (),
         )
         self._sidecar.link.notify(state)
 
@@ -348,16 +359,14 @@ class PodLauncher:
 
     def _take_stacks(self, plan: LauncherPlan) -> None:
         """Find the stacks of the ranks in a task, because the next plan must not wait for them."""
-        if plan.stacks_token == self._stacks_token or self._round != plan.round:
+        if plan.stacks_token == self._stacks.token or self._round != plan.round:
             return
-        if self._stacks is not None:
-            self._stacks.cancel()
-        self._stacks, self._found_stacks = None, ("", ())
-        self._stacks_token = plan.stacks_token
+        self._stacks.cancel()
+        self._stacks = _StacksSearch(plan.stacks_token)
         if plan.stacks_token:
-            self._stacks = asyncio.ensure_future(self._find_stacks(plan.stacks_token))
+            self._stacks.task = asyncio.ensure_future(self._find_stacks(self._stacks))
 
-    async def _find_stacks(self, token: str) -> None:
+    async def _find_stacks(self, search: _StacksSearch) -> None:
         found = await self._processes.find_stacks()
         for one in found:
             logger.warning(
@@ -365,15 +374,14 @@ class PodLauncher:
                 one.stack.rank,
                 one.log,
             )
-        self._found_stacks = token, tuple(one.stack for one in found)
+        search.found = tuple(one.stack for one in found)
         await self.report()
 
     def _cancel_tasks(self) -> None:
-        for task in (self._watch, self._stacks):
-            if task is not None:
-                task.cancel()
-        self._watch = self._stacks = None
-        self._stacks_token, self._found_stacks = "", ("", ())
+        if self._watch is not None:
+            self._watch.cancel()
+        self._stacks.cancel()
+        self._watch, self._stacks = None, _StacksSearch()
 
     async def _stop_ranks(self) -> None:
         self._cancel_tasks()
