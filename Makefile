@@ -270,6 +270,10 @@ bench-drill: sync ## a drill of a stored checkpoint against plain downloads, int
 bench-merge: sync ## a merge of ten checkpoints against reading them, into benchmarks/results/merge.json
 	$(PY) -m benchmarks.merge $(BENCH)
 
+.PHONY: bench-stores
+bench-stores: tools ## obstore beside our own S3 client on one MinIO, in turns, into benchmarks/results/stores.json
+	$(PY) -m benchmarks.stores $(BENCH)
+
 .PHONY: bench-objects
 bench-objects: tools ## plan of the retention and memory of the operator for 10,000 Checkpoints of one job, into benchmarks/results/objects.json
 	$(PY) -m benchmarks.objects

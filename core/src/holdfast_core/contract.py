@@ -43,7 +43,11 @@ CERTS_DIR = "/holdfast/certs"
 """ca.crt, tls.crt and tls.key of this pod, mounted as single items from the Secret of its birth round."""
 
 STORE_DIR = "/holdfast/store"
-"""accessKey, secretKey and optionally sessionToken and ca.crt, mounted from the store's Secrets."""
+"""The store's keys and optionally ca.crt, mounted from its Secrets: accessKey, secretKey and optionally
+sessionToken for S3, accountKey or sasToken for Azure."""
+
+WEB_TOKEN_FILE = "webToken"
+"""File in STORE_DIR with the service account's token that the store's web identity accepts."""
 
 SOCKET_NAME = "holdfast.sock"
 SLOTS_DIR = "slots"
@@ -91,6 +95,13 @@ class StoreConfig:
     max_concurrency: int = 4
     conditional_put: bool = True
     """False if the probe found that the server ignores If-None-Match."""
+    account: str = ""
+    """Account of Azure Blob Storage, in which `bucket` is a container. "" for any other store."""
+    client_id: str = ""
+    """Client of the web identity by which the store is used. "": it is used by keys."""
+    tenant_id: str = ""
+    authority: str = ""
+    """Issuer of the web identity's tokens. "" for Azure's public cloud."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -99,9 +110,10 @@ class StoreConfig:
     def from_json(cls, text: str) -> Self:
         config = _parsed(cls, text, "store configuration is not valid")
         if not is_endpoint(config.endpoint):
+            field = f"{'azure' if config.account else 's3'}.endpoint"
             raise ConfigError(
-                f"store configuration: s3.endpoint is {config.endpoint!r}, expected host:port with "
-                "a port of 1 to 65535, without scheme, user and path: correct spec.s3.endpoint of "
+                f"store configuration: {field} is {config.endpoint!r}, expected host:port with "
+                f"a port of 1 to 65535, without scheme, user and path: correct spec.{field} of "
                 "the CheckpointStore"
             )
         return config

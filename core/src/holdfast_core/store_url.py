@@ -1,4 +1,7 @@
-"""The URL by which a training script names an object store: `s3://bucket/prefix` or `file:///directory`."""
+"""The URL by which a training script names an object store.
+
+It is `s3://bucket/prefix`, `az://account/container/prefix` or `file:///directory`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ from urllib.parse import unquote, urlsplit
 from holdfast_core.errors import ConfigError
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_ACCOUNT = re.compile(r"[a-z0-9]{3,24}", re.ASCII)
+_CONTAINER = re.compile(r"(?=.{3,63}$)[a-z0-9]+(-[a-z0-9]+)*", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*", re.ASCII)
 _MAX_PREFIX = 512
 """Characters of a prefix. A key of S3 has at most 1,024 bytes, and Holdfast's names need up to 350."""
+
+_FORMS = "s3://bucket/prefix, az://account/container/prefix, or file:///path of a directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,41 +31,68 @@ class StoreUrl:
     """Beginning of all keys, without a slash at either end. Maybe empty."""
     directory: str = ""
     """Absolute path of the directory that serves as the store. "" for a bucket."""
+    account: str = ""
+    """Account of Azure Blob Storage, in which `bucket` is a container. "" for any other store."""
 
     def __str__(self) -> str:
         if self.directory:
             return f"file://{self.directory}"
-        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+        place = f"az://{self.account}" if self.account else "s3:/"
+        return f"{place}/{self.bucket}/{self.prefix}".rstrip("/")
 
 
 def parse_store_url(text: object) -> StoreUrl:
     """Parse the URL of a store.
 
     Raises:
-        ConfigError: It is not an S3 or file URL, or its bucket or prefix has characters that keys may not
+        ConfigError: It is no URL of a store, or account, bucket or prefix have characters that they may not
             have.
     """
     if not isinstance(text, str):
         raise ConfigError(f"the store {text!r}: expected a URL such as s3://bucket/prefix")
     url = urlsplit(text.strip())
     if url.query or url.fragment:
-        raise ConfigError(f"the store {text!r}: expected s3://bucket/prefix without ? and #")
+        raise ConfigError(f"the store {text!r}: expected {_FORMS} without ? and #")
     if url.scheme == "file" and url.netloc in ("", "localhost") and url.path.startswith("/"):
         return StoreUrl("", "", unquote(url.path).rstrip("/") or "/")
-    if url.scheme != "s3":
-        raise ConfigError(
-            f"the store {text!r}: expected s3://bucket/prefix, or file:///path of a directory"
-        )
-    prefix = url.path.strip("/")
-    if _BUCKET.fullmatch(url.netloc) is None:
-        raise ConfigError(
-            f"the store {text!r}: {url.netloc!r} is not the name of a bucket: expected 3 to 63 lower-case "
-            "letters, digits, dots and hyphens"
-        )
+    match url.scheme:
+        case "s3":
+            account, bucket, prefix = "", url.netloc, url.path.strip("/")
+            if _BUCKET.fullmatch(bucket) is None:
+                raise ConfigError(
+                    f"the store {text!r}: {bucket!r} is not the name of a bucket: expected 3 to 63 "
+                    "lower-case letters, digits, dots and hyphens"
+                )
+        case "az":
+            account = url.netloc
+            bucket, _, prefix = url.path.strip("/").partition("/")
+            _expect_container(text, account, bucket)
+        case "gs":
+            raise ConfigError(
+                f"the store {text!r}: stores of Google are not supported: expected {_FORMS}; a gateway that "
+                "speaks S3 serves them"
+            )
+        case _:
+            raise ConfigError(f"the store {text!r}: expected {_FORMS}")
     is_valid = _PREFIX.fullmatch(prefix) is not None and len(prefix) <= _MAX_PREFIX
     if prefix and (not is_valid or {".", ".."} & set(prefix.split("/"))):
         raise ConfigError(
             f"the store {text!r}: the prefix is {prefix!r}: expected at most {_MAX_PREFIX} letters, digits "
             "and the characters . _ = - between single slashes"
         )
-    return StoreUrl(url.netloc, prefix)
+    return StoreUrl(bucket, prefix, account=account)
+
+
+def _expect_container(text: str, account: str, container: str) -> None:
+    """Raise ConfigError unless an account and a container of Azure may have these names."""
+    if _ACCOUNT.fullmatch(account) is None:
+        raise ConfigError(
+            f"the store {text!r}: {account!r} is not the name of an Azure account: expected "
+            "az://account/container/prefix, where the account has 3 to 24 lower-case letters and digits"
+        )
+    if _CONTAINER.fullmatch(container) is None:
+        raise ConfigError(
+            f"the store {text!r}: {container!r} is not the name of a container: expected "
+            "az://account/container/prefix, where the container has 3 to 63 lower-case letters, digits and "
+            "single hyphens between them"
+        )

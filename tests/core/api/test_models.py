@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 from tests.support.api_objects import (
     ABSENT,
+    azure_store_object,
     checkpoint_object,
     job_object,
     merged,
@@ -74,6 +75,7 @@ def test_bad_jobs_are_refused_by_name_and_value(case: str) -> None:
         pytest.param(TrainingJob, job_object(), id="job"),
         pytest.param(Checkpoint, checkpoint_object(), id="checkpoint"),
         pytest.param(CheckpointStore, store_object(), id="store"),
+        pytest.param(CheckpointStore, azure_store_object(), id="azure store"),
     ],
 )
 def test_round_trip(model: Any, data: dict[str, Any]) -> None:
@@ -158,6 +160,13 @@ def test_another_text_names_no_checkpoint(text: object) -> None:
 def test_part_size_is_spelt_with_its_unit() -> None:
     assert CheckpointStore.from_dict(store_object(partSizeMiB=64)).spec.s3.part_size_mib == 64
     assert CheckpointStore.from_dict(store_object()).to_dict()["spec"]["s3"]["partSizeMiB"] == 32
+
+
+def test_a_store_is_in_one_place() -> None:
+    for spec in ({}, {**store_object()["spec"], **azure_store_object()["spec"]}):
+        with pytest.raises(ValidationError, match="none or both of s3 and azure"):
+            CheckpointStore.from_dict({**store_object(), "spec": spec})
+    assert CheckpointStore.from_dict(azure_store_object()).spec.s3 is None
 
 
 def test_defaults_of_a_request_to_save() -> None:

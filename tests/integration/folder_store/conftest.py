@@ -1,4 +1,7 @@
-"""A MinIO server, and an environment with its endpoint and keys as boto3's users set them."""
+"""A MinIO server, and an environment with its endpoint and keys as boto3's users set them.
+
+Tests that use `any_url` run on Azurite as well.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.servers.azurite_server import ACCOUNT, AzuriteServer
 from tests.support.servers.minio_server import MinioServer
 from tests.support.zygote.persisters import forked_persisters
 
@@ -35,6 +39,29 @@ def url(minio: MinioServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     }.items():
         monkeypatch.setenv(name, value)
     return f"s3://{minio.bucket}/test/{secrets.token_hex(6)}"
+
+
+@pytest.fixture(scope="module")
+def azurite() -> Iterator[AzuriteServer]:
+    with AzuriteServer() as server:
+        yield server
+
+
+@pytest.fixture
+def azure_url(azurite: AzuriteServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of a prefix in Azurite, with the environment set for it."""
+    for name in ("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in azurite.client_environment().items():
+        monkeypatch.setenv(name, value)
+    return f"az://{ACCOUNT}/{azurite.bucket}/test/{secrets.token_hex(6)}"
+
+
+@pytest.fixture(params=["url", "azure_url"], ids=["minio", "azurite"])
+def any_url(request: pytest.FixtureRequest) -> str:
+    """Return the URL of a prefix in each kind of server."""
+    found: str = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture

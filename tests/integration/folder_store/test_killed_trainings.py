@@ -12,7 +12,9 @@ MODULES = {"PYTHONPATH": str(Path(__file__).parents[3])}
 
 
 @pytest.mark.fault("A gang is killed and its folder is lost")
-def test_a_killed_gang_whose_folder_is_lost_ends_in_the_same_bits(tmp_path: Path, url: str) -> None:
+def test_a_killed_gang_whose_folder_is_lost_ends_in_the_same_bits(
+    tmp_path: Path, any_url: str
+) -> None:
     def command(store: str) -> list[str]:
         # The persisters of the killed run may still write into the folder, so that it is moved away.
         move = '[ ! -e ckpt ] || mv ckpt "lost$$"; exec "$@"'
@@ -20,9 +22,9 @@ def test_a_killed_gang_whose_folder_is_lost_ends_in_the_same_bits(tmp_path: Path
 
     for name in ("reference", "killed"):
         (tmp_path / name).mkdir()
-    reference = train(command(f"{url}/reference"), tmp_path / "reference", environment=MODULES)
+    reference = train(command(f"{any_url}/reference"), tmp_path / "reference", environment=MODULES)
     found = train(
-        command(f"{url}/killed"),
+        command(f"{any_url}/killed"),
         tmp_path / "killed",
         kills=2,
         most_steps=5,

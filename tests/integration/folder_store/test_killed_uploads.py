@@ -25,12 +25,12 @@ STEPS = (
 @pytest.mark.fault("A persister is killed at a step of an upload")
 @pytest.mark.parametrize("where", STEPS)
 def test_the_next_persister_completes_an_upload(
-    tmp_path: Path, folder: Path, url: str, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, folder: Path, any_url: str, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     for name, value in in_every_python(tmp_path, f"{where}=panic@1").items():
         monkeypatch.setenv(name, value)
     state = {"t": torch.rand(50_000)}
-    ckpt = holdfast.Checkpointer(holdfast.Folder(folder, store=url, store_keep_last=1))
+    ckpt = holdfast.Checkpointer(holdfast.Folder(folder, store=any_url, store_keep_last=1))
     ckpt.open()
     monkeypatch.delenv(VARIABLE)  # later persisters are not killed
     with ckpt:
@@ -39,6 +39,6 @@ def test_the_next_persister_completes_an_upload(
             ckpt.save(step, state).wait("persisted", timeout=120)
     shutil.rmtree(folder)
     fresh = {"t": torch.zeros(50_000)}
-    with holdfast.Checkpointer(holdfast.Folder(folder, store=url)) as again:
+    with holdfast.Checkpointer(holdfast.Folder(folder, store=any_url)) as again:
         assert again.restore(fresh) == 2
     assert torch.equal(fresh["t"].view(torch.int32), state["t"].view(torch.int32))

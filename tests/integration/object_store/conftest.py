@@ -1,6 +1,6 @@
 """Tests here run against each of two S3 servers. Every test has its own prefix, tier and proxy.
 
-Tests that use `objects` also run on a directory and in memory.
+Tests that use `objects` also run on Azurite, on a directory and in memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from tests.support.servers.azurite_server import AzuriteServer
 from tests.support.servers.hostile_s3 import HostileProxy
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.settings import find_tool
@@ -33,6 +34,7 @@ from tests.support.tiers.store_bench import MIB, Bench
 from tests.support.tiers.stores import s3_store, s3_tier
 
 from holdfast_core.contract import StoreConfig
+from holdfast_core.store.azure.store import AzureObjectStore
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import Keys
@@ -131,7 +133,13 @@ def quick() -> Retrier:
     return Retrier(RetryPolicy(max_attempts=5, base_seconds=0.01, cap_seconds=0.05))
 
 
-@pytest.fixture(params=[*SERVERS, "directory", "memory"])
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[AzuriteServer]:
+    with AzuriteServer() as server:
+        yield server
+
+
+@pytest.fixture(params=[*SERVERS, "azurite", "directory", "memory"])
 def objects(
     request: pytest.FixtureRequest,
     running: Callable[[str], StoreServer],
@@ -142,6 +150,9 @@ def objects(
     """Return a store of each kind."""
     found: ObjectStore
     match request.param:
+        case "azurite":
+            azure = request.getfixturevalue("azurite")
+            found = AzureObjectStore(azure.config(prefix), azure.credentials, retrier=quick)
         case "directory":
             found = DirectoryObjectStore(tmp_path / "objects")
         case "memory":

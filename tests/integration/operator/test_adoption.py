@@ -456,6 +456,44 @@ def test_a_pod_gets_the_same_sidecar_as_the_pod_of_a_training_job(adopting: Oper
     assert sorted(e["name"] for e in adopted["env"]) == sorted(e["name"] for e in own["env"])
 
 
+def test_a_pod_mounts_the_token_of_the_stores_web_identity_in_its_sidecar(
+    adopting: OperatorBed,
+) -> None:
+    bed = adopting
+    bed.kill_operator()
+    found = bed.plane.request("GET", bed.path(ADOPTIONS, "gpt"))
+    found["status"]["injection"] |= {
+        "tokenAudience": "api://AzureADTokenExchange",
+        "caSecret": "ca",
+    }
+    bed.plane.request("PUT", f"{bed.path(ADOPTIONS, 'gpt')}/status", found)
+    path = f"/api/v1/namespaces/{bed.namespace}/pods?dryRun=All"
+    labels = {"holdfast.dev/adopt": "gpt", "batch.kubernetes.io/job-completion-index": "0"}
+    pod = {
+        "metadata": {"name": "probe", "labels": labels},
+        "spec": {"containers": [{"name": "train", "image": "example/trainer:1"}]},
+    }
+
+    def volumes() -> list[dict[str, Any]]:
+        spec = tried(bed, path, pod)
+        named = spec["volumes"] if isinstance(spec, dict) else []
+        return [v for v in named if v["name"] == "holdfast-store"]
+
+    [volume] = bed.until("the store's volume", volumes)
+    token = {"audience": "api://AzureADTokenExchange", "expirationSeconds": 3600}
+    ca = {"name": "ca", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+    assert volume["projected"]["sources"] == [
+        {"serviceAccountToken": {**token, "path": "webToken"}},
+        {"secret": ca},
+    ]
+    spec = tried(bed, path, pod)
+    mounts = {
+        c["name"]: any(m["name"] == "holdfast-store" for m in c.get("volumeMounts", []))
+        for c in (*spec["initContainers"], *spec["containers"])
+    }
+    assert mounts == {SIDECAR_CONTAINER: True, "train": False}
+
+
 @pytest.mark.fault("A labelled pod cannot be adopted")
 def test_a_pod_that_cannot_be_adopted_is_refused_in_words(adopting: OperatorBed) -> None:
     controller = JobController(adopting)

@@ -1,7 +1,7 @@
-"""A real S3 server for tests, with its own process, port and directory, all removed when the test ends.
+"""A real server of a store for tests, with a process, port and directory that are removed when the test ends.
 
 For tests only. The object tier is never tested against a mock, because the behaviour of real servers
-matters. The servers are in minio_server and tests/integration/object_store/conftest.py.
+matters. The servers are in minio_server, azurite_server and tests/integration/object_store/conftest.py.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ServerUnavailableError(AssertionError):
     """The server could not be started or administered. A test that needs it fails with this message."""
 
 
-class StoreServer(ABC):
-    """Base of the S3 servers: `with MinioServer() as server:` gives a running server with one bucket."""
+class LocalServer(ABC):
+    """Base of the servers: `with MinioServer() as server:` gives a running server with one bucket."""
 
     tool: ClassVar[str]
     """Name of the executable."""
@@ -57,12 +57,8 @@ class StoreServer(ABC):
         """Return the environment of the process, without HOME."""
 
     @abstractmethod
-    def add_user(self, keys: Keys, prefix: str) -> None:
-        """Grant `keys` the rights that Holdfast needs below `prefix`, and no others."""
-
-    @abstractmethod
-    def remove_user(self, keys: Keys) -> None:
-        """Revoke `keys`. The server refuses them from the next request on."""
+    def create_bucket(self) -> str:
+        """Create the bucket. Return "", or why the server did not do it yet."""
 
     def __init__(self, bucket: str = "holdfast") -> None:
         self.bucket = bucket
@@ -75,26 +71,11 @@ class StoreServer(ABC):
         return f"127.0.0.1:{self._port}"
 
     @property
-    def credentials(self) -> StaticCredentials:
-        return StaticCredentials(Keys(ACCESS_KEY, SECRET_KEY))
-
-    @property
     def data_dir(self) -> Path:
         """Directory in which the server keeps objects while it runs."""
         if self._root is None:
             raise ServerUnavailableError(f"{self.tool} was not started")
         return self._root / "data"
-
-    def config(self, prefix: str, *, endpoint: str | None = None) -> StoreConfig:
-        """Return the configuration of a store on this server, or on a proxy in front of it."""
-        return StoreConfig(
-            endpoint=endpoint or self.endpoint,
-            secure=False,
-            bucket=self.bucket,
-            prefix=prefix,
-            region=REGION,
-            part_size_mib=5,
-        )
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds, user and system, that the process has used."""
@@ -102,16 +83,6 @@ class StoreServer(ABC):
             raise ServerUnavailableError(f"{self.tool} was not started")
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def admin(self) -> Minio:
-        """Return a client that is independent of Holdfast's, to prepare and inspect the store."""
-        return Minio(
-            self.endpoint,
-            access_key=ACCESS_KEY,
-            secret_key=SECRET_KEY,
-            secure=False,
-            region=REGION,
-        )
 
     def start(self) -> None:
         """Start the server with a bucket. Raises ServerUnavailableError."""
@@ -179,24 +150,67 @@ class StoreServer(ABC):
         # A health check may succeed before the server accepts requests, so create the bucket, which tests
         # need.
         clock, pause = SystemClock(), threading.Event()
-        client = S3Client(self.config(""), self.credentials, timeouts=Timeouts(2.0, 2.0))
         deadline = clock.monotonic() + START_SECONDS
         answer = "nothing"
         while clock.monotonic() < deadline and process.poll() is None:
-            try:
-                failure = client.send(S3Request("PUT")).failure
-                if failure is None or failure.code == "BucketAlreadyOwnedByYou":
-                    client.close()
-                    return
-                answer = failure.text
-            except UnavailableError as error:
-                answer = str(error)
+            answer = self.create_bucket()
+            if not answer:
+                return
             pause.wait(0.05)
         state = "exited" if process.poll() is not None else f"not ready after {START_SECONDS:g} s"
         text = log.read_text(errors="replace")[-2000:]
         raise ServerUnavailableError(
             f"{self.tool} on {self.endpoint}: {state}; its answer was {answer}; its log: {text}"
         )
+
+
+class StoreServer(LocalServer):
+    """Base of the S3 servers."""
+
+    @abstractmethod
+    def add_user(self, keys: Keys, prefix: str) -> None:
+        """Grant `keys` the rights that Holdfast needs below `prefix`, and no others."""
+
+    @abstractmethod
+    def remove_user(self, keys: Keys) -> None:
+        """Revoke `keys`. The server refuses them from the next request on."""
+
+    @property
+    def credentials(self) -> StaticCredentials:
+        return StaticCredentials(Keys(ACCESS_KEY, SECRET_KEY))
+
+    def config(self, prefix: str, *, endpoint: str | None = None) -> StoreConfig:
+        """Return the configuration of a store on this server, or on a proxy in front of it."""
+        return StoreConfig(
+            endpoint=endpoint or self.endpoint,
+            secure=False,
+            bucket=self.bucket,
+            prefix=prefix,
+            region=REGION,
+            part_size_mib=5,
+        )
+
+    def admin(self) -> Minio:
+        """Return a client that is independent of Holdfast's, to prepare and inspect the store."""
+        return Minio(
+            self.endpoint,
+            access_key=ACCESS_KEY,
+            secret_key=SECRET_KEY,
+            secure=False,
+            region=REGION,
+        )
+
+    def create_bucket(self) -> str:
+        client = S3Client(self.config(""), self.credentials, timeouts=Timeouts(2.0, 2.0))
+        try:
+            failure = client.send(S3Request("PUT")).failure
+        except UnavailableError as error:
+            return str(error)
+        finally:
+            client.close()
+        if failure is None or failure.code == "BucketAlreadyOwnedByYou":
+            return ""
+        return failure.text
 
 
 def prefix_policy(bucket: str, prefix: str, principal: dict[str, object]) -> dict[str, object]:

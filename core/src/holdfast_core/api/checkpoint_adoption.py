@@ -166,6 +166,13 @@ class InjectionStatus(ApiModel):
         str | None,
         Field(max_length=253, description="Secret with the certificate of the store's authority."),
     ] = None
+    token_audience: Annotated[
+        str | None,
+        Field(
+            max_length=253,
+            description="Audience of the service account's token that the sidecar mounts for the store.",
+        ),
+    ] = None
 
 
 class AdoptedPod(ApiModel):

@@ -1,4 +1,4 @@
-"""CheckpointStore: an S3-compatible object store that jobs of the same namespace upload to.
+"""CheckpointStore: an S3-compatible or Azure object store that jobs of the same namespace upload to.
 
 Only sidecars ever read the keys; the operator knows the name of the Secret, not its contents.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, field_serializer, field_validator
+from pydantic import ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from holdfast_core.api.base import (
     ApiModel,
@@ -45,16 +45,18 @@ class StoreCondition(StrEnum):
     """True while at least 80 % of the quota are used; absent before the store has a quota."""
 
 
-_ENDPOINT_RULE = rule(
-    # No user, query or fragment, and a port that exists: anything else would fail in every pod.
-    "isURL(self) && self.matches("
-    "'^https?://([A-Za-z0-9._-]+|[[][0-9A-Fa-f:.]+[]])(:[1-9][0-9]{0,4})?/?$')"
-    " && (url(self).getPort() == '' || int(url(self).getPort()) <= 65535)",
-    message_expression=(
-        '\'s3.endpoint is "%s", expected http(s)://host:port without a path: write for example '
-        "https://minio.storage.svc:9000'.format([self])"
-    ),
-)
+def _endpoint_rule(kind: str, example: str) -> dict[str, Any]:
+    return rule(
+        # No user, query or fragment, and a port that exists: anything else would fail in every pod.
+        "isURL(self) && self.matches("
+        "'^https?://([A-Za-z0-9._-]+|[[][0-9A-Fa-f:.]+[]])(:[1-9][0-9]{0,4})?/?$')"
+        " && (url(self).getPort() == '' || int(url(self).getPort()) <= 65535)",
+        message_expression=(
+            f'\'{kind}.endpoint is "%s", expected http(s)://host:port without a path: write for example '
+            f"{example}'.format([self])"
+        ),
+    )
+
 
 _BUCKET_RULE = rule(
     "self.matches('^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$')",
@@ -64,13 +66,40 @@ _BUCKET_RULE = rule(
     ),
 )
 
-_PREFIX_RULE = rule(
-    "self == '' || self.matches('^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$')",
-    message_expression=(
-        '\'s3.prefix is "%s", expected parts of letters, digits, dots, hyphens and underscores, '
-        "separated by single slashes: remove the slash at its start or end'.format([self])"
+
+def _prefix(kind: str) -> Any:
+    return Field(
+        max_length=256,
+        description="Start of all keys, without slashes at its ends. Default: none.",
+        json_schema_extra=cel_rules(
+            rule(
+                "self == '' || self.matches('^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$')",
+                message_expression=(
+                    f'\'{kind}.prefix is "%s", expected parts of letters, digits, dots, hyphens and '
+                    "underscores, separated by single slashes: remove the slash at its start or "
+                    "end'.format([self])"
+                ),
+            )
+        ),
+    )
+
+
+_CaSecretRef = Annotated[
+    NameRef | None,
+    Field(
+        description="Secret with ca.crt, the authority of an https endpoint. Default: the "
+        "authorities of the image."
     ),
-)
+]
+_MaxConcurrency = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=64,
+        description="Requests that one sidecar has open at a time.",
+        json_schema_extra=remedy("4 suits most"),
+    ),
+]
 
 
 class S3Spec(ApiModel):
@@ -81,7 +110,7 @@ class S3Spec(ApiModel):
         Field(
             max_length=512,
             description="URL of the server, http(s)://host:port without a path.",
-            json_schema_extra=cel_rules(_ENDPOINT_RULE),
+            json_schema_extra=cel_rules(_endpoint_rule("s3", "https://minio.storage.svc:9000")),
         ),
     ]
     bucket: Annotated[
@@ -92,14 +121,7 @@ class S3Spec(ApiModel):
             json_schema_extra=cel_rules(_BUCKET_RULE),
         ),
     ]
-    prefix: Annotated[
-        str,
-        Field(
-            max_length=256,
-            description="Start of all keys, without slashes at its ends. Default: none.",
-            json_schema_extra=cel_rules(_PREFIX_RULE),
-        ),
-    ] = ""
+    prefix: Annotated[str, _prefix("s3")] = ""
     region: Annotated[
         str, Field(min_length=1, max_length=64, description="Region for which requests are signed.")
     ] = "us-east-1"
@@ -110,15 +132,7 @@ class S3Spec(ApiModel):
             "sidecars only."
         ),
     ]
-    ca_secret_ref: Annotated[
-        NameRef | None,
-        Field(
-            description=(
-                "Secret with ca.crt, the authority of an https endpoint. Default: the "
-                "authorities of the image."
-            )
-        ),
-    ] = None
+    ca_secret_ref: _CaSecretRef = None
     part_size_mib: Annotated[
         int,
         Field(
@@ -130,15 +144,123 @@ class S3Spec(ApiModel):
             json_schema_extra=remedy("S3 takes parts of 5 MiB to 5 GiB; 32 suits most"),
         ),
     ] = 32
-    max_concurrency: Annotated[
-        int,
+    max_concurrency: _MaxConcurrency = 4
+
+
+_ID_RULE = rule(
+    "self.matches('^[A-Za-z0-9.-]+$')",
+    message_expression=(
+        '\'azure.webIdentity has the id "%s", expected letters, digits, dots and hyphens: write the id that '
+        "Microsoft Entra shows'.format([self])"
+    ),
+)
+
+
+class WebIdentitySpec(ApiModel):
+    """A client of Microsoft Entra that accepts tokens of the service accounts of these pods."""
+
+    client_id: Annotated[
+        str,
         Field(
-            ge=1,
-            le=64,
-            description="Requests that one sidecar has open at a time.",
-            json_schema_extra=remedy("4 suits most"),
+            min_length=1,
+            max_length=128,
+            description="Id of the managed identity or application.",
+            json_schema_extra=cel_rules(_ID_RULE),
         ),
-    ] = 4
+    ]
+    tenant_id: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=128,
+            description="Id of its tenant.",
+            json_schema_extra=cel_rules(_ID_RULE),
+        ),
+    ]
+    authority: Annotated[
+        str | None,
+        Field(
+            max_length=512,
+            description="URL of the issuer of tokens. Default: that of Azure's public cloud.",
+            json_schema_extra=cel_rules(
+                _endpoint_rule("azure.webIdentity.authority of", "https://login.microsoftonline.us")
+            ),
+        ),
+    ] = None
+
+
+_AZURE_RULES = cel_rules(
+    rule(
+        "has(self.credentialsSecretRef) != has(self.webIdentity)",
+        message="azure has none or both of credentialsSecretRef and webIdentity: set one of them",
+    )
+)
+
+
+class AzureSpec(ApiModel):
+    """Where the container is and how to talk to it."""
+
+    model_config = ConfigDict(json_schema_extra=_AZURE_RULES)
+
+    account: Annotated[
+        str,
+        Field(
+            max_length=128,
+            description="Name of the storage account.",
+            json_schema_extra=cel_rules(
+                rule(
+                    "self.matches('^[a-z0-9]{3,24}$')",
+                    message_expression=(
+                        '\'azure.account is "%s", expected 3 to 24 lower-case letters and digits: write '
+                        "only the name of the account, without its host'.format([self])"
+                    ),
+                )
+            ),
+        ),
+    ]
+    container: Annotated[
+        str,
+        Field(
+            max_length=128,
+            description="Name of the container; it must exist.",
+            json_schema_extra=cel_rules(
+                rule(
+                    "size(self) >= 3 && size(self) <= 63 && self.matches('^[a-z0-9]+(-[a-z0-9]+)*$')",
+                    message_expression=(
+                        '\'azure.container is "%s", expected 3 to 63 lower-case letters, digits and single '
+                        "hyphens between them: write only the name of the container'.format([self])"
+                    ),
+                )
+            ),
+        ),
+    ]
+    prefix: Annotated[str, _prefix("azure")] = ""
+    endpoint: Annotated[
+        str | None,
+        Field(
+            max_length=512,
+            description="URL of the server, http(s)://host:port without a path. Default: "
+            "https://ACCOUNT.blob.core.windows.net.",
+            json_schema_extra=cel_rules(
+                _endpoint_rule("azure", "https://account.blob.core.usgovcloudapi.net")
+            ),
+        ),
+    ] = None
+    credentials_secret_ref: Annotated[
+        NameRef | None,
+        Field(
+            description="Secret with accountKey or sasToken; mounted in sidecars only. Default: webIdentity."
+        ),
+    ] = None
+    web_identity: Annotated[
+        WebIdentitySpec | None,
+        Field(
+            description="Exchange tokens of the pods' service accounts for those of the store, instead of "
+            "keys. The tokens are mounted in sidecars only."
+        ),
+    ] = None
+    ca_secret_ref: _CaSecretRef = None
+    max_concurrency: _MaxConcurrency = 4
 
 
 class VerifySpec(ApiModel):
@@ -274,7 +396,27 @@ class QuotaSpec(ApiModel):
 class CheckpointStoreSpec(ApiModel):
     """The object store."""
 
-    s3: Annotated[S3Spec, Field(description="An S3-compatible object store.")]
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "has(self.s3) != has(self.azure)",
+                message="the store has none or both of s3 and azure: set one of them",
+            )
+        )
+    )
+
+    s3: Annotated[S3Spec | None, Field(description="An S3-compatible object store.")] = None
+    azure: Annotated[AzureSpec | None, Field(description="A container of Azure Blob Storage.")] = (
+        None
+    )
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        """Refuse what the CRD's rule refuses, for objects of a cluster with older CRDs."""
+        if (self.s3 is None) == (self.azure is None):
+            raise ValueError("the store has none or both of s3 and azure: set one of them")
+        return self
+
     quota: Annotated[
         QuotaSpec | None,
         Field(
@@ -471,7 +613,7 @@ class CheckpointStoreStatus(WithConditions):
 
 
 class CheckpointStore(ApiObject):
-    """An S3-compatible object store that jobs of the same namespace upload checkpoints to."""
+    """An S3-compatible or Azure object store that jobs of the same namespace upload checkpoints to."""
 
     KIND: ClassVar[str] = "CheckpointStore"
     PLURAL: ClassVar[str] = "checkpointstores"

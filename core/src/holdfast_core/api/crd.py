@@ -282,6 +282,8 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
     CheckpointStore.KIND: (
         _column("Endpoint", "string", ".spec.s3.endpoint", "URL of the server."),
         _column("Bucket", "string", ".spec.s3.bucket", "Name of the bucket."),
+        _column("Account", "string", ".spec.azure.account", "Account of Azure.", wide=True),
+        _column("Container", "string", ".spec.azure.container", "Name in Azure.", wide=True),
         _column(
             "Available",
             "string",

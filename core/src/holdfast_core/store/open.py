@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from holdfast_core.errors import (
     AlreadyExistsError,
@@ -28,12 +27,9 @@ from holdfast_core.format import keys
 from holdfast_core.format.canonical import sealed, unsealed
 from holdfast_core.ids import JobUid, RestartRound
 from holdfast_core.messages import codec
-from holdfast_core.store.directory import DirectoryObjectStore
-from holdfast_core.store.probe import ProbeReport, probe
-from holdfast_core.store.s3.client import S3Client
-from holdfast_core.store.s3.credentials import AwsCredentials, AwsSettings
+from holdfast_core.store.access import access_by_url
+from holdfast_core.store.probe import ProbeReport
 from holdfast_core.store.s3.errors import Retrier, RetryPolicy
-from holdfast_core.store.s3.store import S3ObjectStore
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store_url import StoreUrl
 
@@ -196,30 +192,24 @@ def open_tier(
 
     Args:
         url: The store.
-        env: Environment variables: endpoint, region and keys as boto3 takes them.
+        env: Environment variables: endpoint and keys as the tools of the store's cloud take them.
         is_quick: Give up within seconds where the store does not answer.
-        conditional_put: Whether the store respects If-None-Match.
+        conditional_put: Whether a bucket of S3 respects If-None-Match.
         throttle: Receives the size of each part in bytes before it is sent, and may block.
 
     Raises:
-        ConfigError: The endpoint or the profile is not valid. Keys are looked for at the first request.
+        ConfigError: The endpoint or the profile is not valid. Keys of S3 are looked for at the first
+            request.
     """
-    if url.directory:
-        return ObjectTier(DirectoryObjectStore(Path(url.directory)))
-    settings = AwsSettings(env)
-    config = settings.store_config(url, conditional_put=conditional_put)
-    client = S3Client(config, AwsCredentials(settings), ca_file=settings.ca_file)
+    access = access_by_url(url, env, conditional_put=conditional_put)
     retrier = Retrier(_START) if is_quick else Retrier()
-    store = S3ObjectStore(client, retrier=retrier, throttle=throttle)
-    return ObjectTier(store, config.prefix, readers=config.max_concurrency)
+    store = access.open(retrier=retrier, throttle=throttle)
+    return ObjectTier(store, access.config.prefix, readers=access.config.max_concurrency)
 
 
 def probe_url(url: StoreUrl, env: Mapping[str, str]) -> ProbeReport | None:
-    """Probe an S3 store before the first upload. None for a directory, which needs no probe.
+    """Probe a store before the first upload. None for a directory, which needs no probe.
 
     Raises ConfigError as `open_tier` does.
     """
-    if url.directory:
-        return None
-    settings = AwsSettings(env)
-    return probe(settings.store_config(url), AwsCredentials(settings), ca_file=settings.ca_file)
+    return access_by_url(url, env).probe()

@@ -1,6 +1,9 @@
 """Probe of a store: checks which features it has before checkpoints are written to it.
 
-The first request is a small signed PUT and not a HEAD: a reply to HEAD has no body, so a wrong access
+A bucket of S3 is probed request by request, because servers differ in what they support. Another store is
+probed by the calls that Holdfast makes of it.
+
+The first request to S3 is a small signed PUT and not a HEAD: a reply to HEAD has no body, so a wrong access
 key and a missing bucket could not be told apart. The probe writes only below
 `<prefix>/.holdfast-probe/` and deletes what it wrote. It does not raise for anything that the store
 does; the report has the reason and the server's own message.
@@ -12,7 +15,7 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -21,6 +24,7 @@ from typing import TypeVar
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
     AccessDeniedError,
+    AlreadyExistsError,
     CapacityError,
     ConfigError,
     HoldfastError,
@@ -39,7 +43,7 @@ from holdfast_core.store.s3.client import (
 from holdfast_core.store.s3.credentials import CredentialsProvider
 from holdfast_core.store.s3.errors import Retrier, RetryPolicy, S3Failure
 from holdfast_core.store.s3.http import CertificateError, Timeouts
-from holdfast_core.tiers.objects import ObjectInfo
+from holdfast_core.tiers.objects import Document, ObjectInfo, ObjectStore
 
 T = TypeVar("T")
 
@@ -87,7 +91,8 @@ class ProbedFeatures:
     conditional_put: bool = False
     """The store respects `If-None-Match: *`, also between concurrent writers."""
     checksum: bool = False
-    """The store refuses an upload with a wrong CRC32C, and a HEAD returns the right one."""
+    """The store refuses an upload with a wrong CRC32C, and a HEAD returns the right one. A store of Azure
+    compares none: TLS protects the bytes on their way, and the writer's checksum is kept beside them."""
     multipart: bool = False
     """The store takes multipart uploads with a CRC32C of the whole object."""
     range_get: bool = False
@@ -163,6 +168,93 @@ def probe(
         leftovers = session.clean_up()
         client.close()
     return _judge(features, where, leftovers)
+
+
+def probe_objects(
+    config: StoreConfig,
+    open_store: Callable[[Retrier], ObjectStore],
+    *,
+    retrier: Retrier | None = None,
+) -> ProbeReport:
+    """Probe a store by the calls that Holdfast makes of it, and return the report.
+
+    Args:
+        config: The store.
+        open_store: Opens it with a retry policy.
+        retrier: Retry policy of each call.
+    """
+    base = f"{config.prefix.strip('/')}/{PROBE_DIR}/{secrets.token_hex(8)}/".lstrip("/")
+    try:
+        with closing(open_store(retrier or Retrier(_OF_A_REQUEST))) as store:
+            features = _probed(store, base)
+            leftovers = ""
+            try:
+                store.delete([item.key for item in store.list(base).objects])
+            except HoldfastError as error:
+                leftovers = str(error)
+            return _judge(features, store.name, leftovers)
+    except _RefusedError as refused:
+        return ProbeReport(False, refused.reason, str(refused))
+    except NotFoundError as error:
+        return ProbeReport(False, ProbeReason.BUCKET_NOT_FOUND, str(error))
+    except HoldfastError as error:
+        return ProbeReport(False, _reason_of(error), str(error))
+
+
+def _probed(store: ObjectStore, base: str) -> ProbedFeatures:
+    """Write objects below `base`, and return what the store does. It raises what the store raises."""
+    key, parts = f"{base}object", f"{base}parts"
+    store.write(key, Document(_BODY))
+    listed = [item.key for item in store.list(base).objects]
+    if store.get(key) != _BODY or key not in listed:
+        raise _RefusedError(
+            ProbeReason.INCONSISTENT,
+            f"{store.name}: an object that was just written is not read or listed; the store must be "
+            "read-after-write consistent",
+        )
+    found = memoryview(bytearray(5))
+    store.read_into(key, 9, found)
+    store.write(parts, _InParts(_BODY))
+    return ProbedFeatures(
+        conditional_put=_is_kept(store, key) and _is_kept(store, parts) and _one_wins(store, base),
+        checksum=True,
+        multipart=store.get(parts) == _BODY,
+        range_get=found == _BODY[9:14],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _InParts(Document):
+    """A document that is written as a long object is."""
+
+    @property
+    def size_limit(self) -> int:
+        return 1 << 30
+
+
+def _is_kept(store: ObjectStore, key: str) -> bool:
+    """Return whether a write of other bytes under a used key is refused."""
+    try:
+        store.write(key, Document(_OTHER))
+    except AlreadyExistsError:
+        return store.get(key) == _BODY
+    return False
+
+
+def _one_wins(store: ObjectStore, base: str) -> bool:
+    """Return whether one of several concurrent writers succeeds, and its bytes stay."""
+
+    def write(body: bytes) -> bool:
+        try:
+            store.write(f"{base}race", Document(body))
+        except AlreadyExistsError:
+            return False
+        return True
+
+    bodies = [b"writer %d\n" % number for number in range(_RACERS)]
+    with ThreadPoolExecutor(_RACERS, thread_name_prefix="store-probe") as racers:
+        won = list(racers.map(write, bodies))
+    return sum(won) == 1 and store.get(f"{base}race") == bodies[won.index(True)]
 
 
 def _judge(features: ProbedFeatures, where: str, leftovers: str) -> ProbeReport:

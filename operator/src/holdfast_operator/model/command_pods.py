@@ -232,7 +232,8 @@ def parse_report(text: str, what: str) -> CommandReport | CommandFailed:
 def _missing_secret(pod: CommandView, store: CheckpointStore, what: str) -> str:
     wanted, view = [], store_view(store)
     if view.credentials_secret is not None:
-        wanted.append(f"Secret {view.credentials_secret} with keys accessKey and secretKey")
+        names = "accountKey or sasToken" if view.config.account else "accessKey and secretKey"
+        wanted.append(f"Secret {view.credentials_secret} with keys {names}")
     if view.ca_secret is not None:
         wanted.append(f"Secret {view.ca_secret} with key ca.crt")
     message = (

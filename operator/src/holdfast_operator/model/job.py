@@ -429,6 +429,11 @@ class StoreView:
     message: str = ""
     reached_quotas: tuple[ReachedQuota, ...] = ()
 
+    @property
+    def token_audience(self) -> str | None:
+        """Audience of the token that the sidecar mounts for the web identity. None: the store uses keys."""
+        return "api://AzureADTokenExchange" if self.config.client_id else None
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignSource:
@@ -445,7 +450,8 @@ class ForeignSource:
 
 def place_of(config: StoreConfig) -> str:
     """Return endpoint, bucket and prefix, by which two stores are one place."""
-    return f"{config.endpoint}/{config.bucket}/{config.prefix.strip('/')}".rstrip("/")
+    names = (config.endpoint, config.account, config.bucket, config.prefix.strip("/"))
+    return "/".join(filter(None, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,7 +657,24 @@ class Observed:
 
 def store_config(store: CheckpointStore) -> StoreConfig:
     """Return the store's configuration as sidecars receive it. The CRD has validated the endpoint."""
-    s3, features = store.spec.s3, store.status.features
+    s3, azure, features = store.spec.s3, store.spec.azure, store.status.features
+    if azure is not None:
+        url = urlsplit(azure.endpoint or f"https://{azure.account}.blob.core.windows.net")
+        identity = azure.web_identity
+        return StoreConfig(
+            endpoint=url.netloc,
+            secure=url.scheme == "https",
+            bucket=azure.container,
+            prefix=azure.prefix,
+            region="",
+            max_concurrency=azure.max_concurrency,
+            account=azure.account,
+            client_id="" if identity is None else identity.client_id,
+            tenant_id="" if identity is None else identity.tenant_id,
+            authority="" if identity is None else identity.authority or "",
+        )
+    if s3 is None:
+        raise AssertionError("a spec was parsed that has none of s3 and azure")
     url = urlsplit(s3.endpoint)
     return StoreConfig(
         endpoint=url.netloc,
@@ -666,14 +689,16 @@ def store_config(store: CheckpointStore) -> StoreConfig:
 
 
 def store_view(store: CheckpointStore) -> StoreView:
-    s3 = store.spec.s3
+    spec = store.spec.azure or store.spec.s3
+    credentials = None if spec is None else spec.credentials_secret_ref
+    ca = None if spec is None else spec.ca_secret_ref
     answered = store.status.observed_generation == store.generation
     condition = store.status.condition(StoreCondition.AVAILABLE)
     return StoreView(
         name=store.name,
         config=store_config(store),
-        credentials_secret=s3.credentials_secret_ref.name,
-        ca_secret=None if s3.ca_secret_ref is None else s3.ca_secret_ref.name,
+        credentials_secret=None if credentials is None else credentials.name,
+        ca_secret=None if ca is None else ca.name,
         available=store.available if answered else None,
         message="" if condition is None else condition.message,
         reached_quotas=store.status.reached_quotas,

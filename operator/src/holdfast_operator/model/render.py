@@ -43,6 +43,7 @@ from holdfast_core.contract import (
     SIDECAR_CONTAINER,
     STORE_DIR,
     TRAINER_CONTAINER,
+    WEB_TOKEN_FILE,
     PodContract,
     SidecarContract,
     WorkerContract,
@@ -532,9 +533,14 @@ def _node_volume(job: Gang) -> dict[str, Any]:
 def store_sources(store: StoreView | None) -> list[dict[str, Any]]:
     """Return the sources of one projected volume: the store's credentials, and the CA's ca.crt."""
     sources: list[dict[str, Any]] = []
-    if store is not None and store.credentials_secret is not None:
+    if store is None:
+        return sources
+    if store.credentials_secret is not None:
         sources.append({"secret": {"name": store.credentials_secret}})
-    if store is not None and store.ca_secret is not None:
+    if store.token_audience is not None:
+        token = {"audience": store.token_audience, "expirationSeconds": 3600}
+        sources.append({"serviceAccountToken": {**token, "path": WEB_TOKEN_FILE}})
+    if store.ca_secret is not None:
         items = [{"key": "ca.crt", "path": "ca.crt"}]
         sources.append({"secret": {"name": store.ca_secret, "items": items}})
     return sources
@@ -643,6 +649,7 @@ def injection(job: CheckpointAdoption, store: StoreView | None) -> InjectionStat
         shared_size=None if memory.size_limit_bytes is None else str(memory.size_limit_bytes),
         credentials_secret=None if store is None else store.credentials_secret,
         ca_secret=None if store is None else store.ca_secret,
+        token_audience=None if store is None else store.token_audience,
     )
 
 

@@ -13,18 +13,13 @@ from pathlib import Path
 
 from holdfast_core import logs
 from holdfast_core.clock import Clock
-from holdfast_core.contract import SidecarContract, StoreConfig
 from holdfast_core.ids import RestartRound, TierName
 from holdfast_core.net import TlsFiles, client_context, server_context
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing import BackgroundLimit
-from holdfast_core.store.directory import DirectoryObjectStore, directory_of
-from holdfast_core.store.s3.client import S3Client
-from holdfast_core.store.s3.credentials import FileCredentials
-from holdfast_core.store.s3.store import S3ObjectStore
+from holdfast_core.store.access import access_in_pod
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Signal
-from holdfast_core.tiers.objects import ObjectStore
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
@@ -160,28 +155,14 @@ def _open_store(
     config = settings.contract.store_config()
     if config is None:
         return None
+    objects = access_in_pod(config, settings.contract.store_dir).open(
+        throttle=background.take, sent=functools.partial(metrics.sent, TierName.OBJECT)
+    )
     tier = ObjectTier(
-        _open_objects(settings.contract, config, metrics, background),
+        objects,
         config.prefix,
         readers=config.max_concurrency,
         compressed=functools.partial(metrics.compressed, TierName.OBJECT),
     )
     stack.callback(tier.close)
     return tier
-
-
-def _open_objects(
-    contract: SidecarContract, config: StoreConfig, metrics: Metrics, background: BackgroundLimit
-) -> ObjectStore:
-    """Open the store that the endpoint names. A new kind of store is added here."""
-    directory = directory_of(config.endpoint)
-    if directory is not None:
-        return DirectoryObjectStore(directory)
-    credentials = FileCredentials(contract.store_dir)
-    client = S3Client(
-        config,
-        credentials,
-        ca_file=credentials.ca_file,
-        sent=functools.partial(metrics.sent, TierName.OBJECT),
-    )
-    return S3ObjectStore(client, throttle=background.take)

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import HoldfastError
-from holdfast_core.store.s3.client import S3Client
-from holdfast_core.store.s3.credentials import FileCredentials
-from holdfast_core.store.s3.store import S3ObjectStore
+from holdfast_core.store.access import access_in_pod
 from holdfast_core.store.tier import ObjectTier
 
 _MESSAGE_CHARACTERS = 2000
@@ -25,10 +23,9 @@ def open_tier(store: str, store_dir: str) -> ObjectTier:
         store: `StoreConfig` as JSON.
         store_dir: Directory with the credentials.
     """
-    config = StoreConfig.from_json(store)
-    credentials = FileCredentials(store_dir)
-    client = S3Client(config, credentials, ca_file=credentials.ca_file)
-    return ObjectTier(S3ObjectStore(client), config.prefix, readers=config.max_concurrency)
+    access = access_in_pod(StoreConfig.from_json(store), store_dir)
+    config = access.config
+    return ObjectTier(access.open(), config.prefix, readers=config.max_concurrency)
 
 
 def write_report(text: str, path: Path) -> bool:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import ConfigError
-from holdfast_core.store.probe import ProbeReason, ProbeReport, probe
-from holdfast_core.store.s3.credentials import FileCredentials
+from holdfast_core.store.access import access_in_pod
+from holdfast_core.store.probe import ProbeReason, ProbeReport
 from holdfast_sidecar.process.store_command import write_report
 
 
@@ -23,9 +23,8 @@ def probe_store(store: str, store_dir: str, report_path: Path) -> int:
         0 if the report was written, whether or not the store is usable; else 1.
     """
     try:
-        config = StoreConfig.from_json(store)
-        credentials = FileCredentials(store_dir)
-        report = probe(config, credentials, ca_file=credentials.ca_file)
+        report = access_in_pod(StoreConfig.from_json(store), store_dir).probe()
     except ConfigError as error:
         report = ProbeReport(False, ProbeReason.CONFIGURATION_INVALID, str(error))
+    report = report or ProbeReport(True, ProbeReason.AVAILABLE, "a directory needs no probe")
     return 0 if write_report(report.to_json(), report_path) else 1

@@ -21,7 +21,8 @@ from holdfast_core.errors import ConfigError
 from holdfast_core.messages.schema import Timing
 from holdfast_core.store_url import StoreUrl, parse_store_url
 
-_PACKAGES = ("minio", "zstandard")
+_PACKAGES = {"s3": ("minio", "zstandard"), "azure": ("minio", "obstore", "zstandard")}
+"""What a store needs, by the extra that installs it."""
 
 
 def checked_count(
@@ -79,9 +80,10 @@ class Folder:
       written to the folder.
     slots_dir: directory on this machine for the slots, instead of /dev/shm. It needs room for `slots`
       copies of the state.
-    store: URL of an object store, such as "s3://bucket/prefix", to which each committed checkpoint is
-      uploaded. A run whose folder lacks the newest checkpoint restores from it. Endpoint and keys come from
-      the environment, as for boto3. It needs the extra `holdfast-sdk[s3]`.
+    store: URL of an object store, "s3://bucket/prefix" or "az://account/container/prefix", to which each
+      committed checkpoint is uploaded. A run whose folder lacks the newest checkpoint restores from it.
+      Endpoint and keys come from the environment, as for the tools of that cloud. It needs the extra
+      `holdfast-sdk[s3]` or `holdfast-sdk[azure]`.
     store_keep_last: number of checkpoints to keep in `store`, at least 1.
     on_damage: what a restore does when the newest checkpoint is damaged or missing and no copy of it can be
       read. With "older" it restores the newest one that can be read, and logs which newer steps exist and
@@ -230,10 +232,11 @@ def required_store(url: str) -> StoreUrl:
         ConfigError: It is not a URL of a store, or a package is not installed.
     """
     parsed = parse_store_url(url)
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    extra = "azure" if parsed.account else "s3"
+    missing = [name for name in _PACKAGES[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"the store {url!r} needs the packages {' and '.join(missing)}, which are not "
-            'installed: pip install "holdfast-sdk[s3]"'
+            f'installed: pip install "holdfast-sdk[{extra}]"'
         )
     return parsed

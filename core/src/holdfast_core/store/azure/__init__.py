@@ -1,0 +1,1 @@
+"""Azure Blob Storage, over obstore: settings and credentials, errors, and the store itself."""
