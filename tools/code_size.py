@@ -20,11 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 17390,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
-    "operator": 14100,
-    "sidecar": 8580,
+    "core": 18400,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
+    "operator": 14130,
+    "sidecar": 8560,
     "trainer_sdk": 17950,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
-    "cli": 5080,
+    "cli": 5090,
 }
 """Most lines of code of each package."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.api_objects import azure_store_object
 from tests.support.operator.builders import UID, checkpoint
 
 from holdfast.base.settings import current_environment
@@ -76,6 +77,16 @@ def test_the_variables_of_the_person_are_kept() -> None:
         "AWS_REGION": "us-east-1"
     }
     assert variables_of(store(), {"AWS_ENDPOINT_URL_S3": "x", "AWS_DEFAULT_REGION": "y"}) == {}
+
+
+def test_a_checkpoint_in_azure_is_read_from_its_container() -> None:
+    azure = CheckpointStore.from_dict(
+        azure_store_object(prefix="runs", endpoint="http://azurite:10000")
+    )
+    found = stored_place(STORED, azure)
+    assert found == StoreTarget(f"az://teamastore/checkpoints/runs/team-a/{UID}", 20)
+    assert variables_of(azure, {}) == {"AZURE_STORAGE_ENDPOINT": "http://azurite:10000"}
+    assert variables_of(azure, {"AZURE_STORAGE_ENDPOINT": "x"}) == {}
 
 
 def test_an_imported_checkpoint_is_where_its_first_job_saved_it() -> None:

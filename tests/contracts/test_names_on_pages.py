@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast_core.contract import StoreVerb
+
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = ("core", "operator", "sidecar", "trainer_sdk", "cli")
 REFERENCE = ROOT / "docs/reference"
@@ -51,6 +53,7 @@ def test_environment_variables_on_pages_are_read_somewhere() -> None:
     folders = (*(f"{member}/src" for member in MEMBERS), "testbed", "tests/support")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     read = {name for path in sources for name in re.findall(r"HOLDFAST_[A-Z_]+", path.read_text())}
+    read |= {verb.variable for verb in StoreVerb}
     named = {
         (page, name) for page, text in pages() for name in re.findall(r"HOLDFAST_[A-Z_]+", text)
     }

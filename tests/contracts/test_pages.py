@@ -16,6 +16,7 @@ SOURCES = {
     "operator": "operator/src/holdfast_operator",
     "sidecar": "sidecar/src/holdfast_sidecar",
     "sdk": "trainer_sdk/src/holdfast",
+    "cli": "cli/src/holdfast_cli",
 }
 
 

@@ -13,6 +13,7 @@ from holdfast_core.api import Checkpoint, CheckpointPhase, CheckpointStore
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_AZURE_ENDPOINT = "AZURE_STORAGE_ENDPOINT"
 
 
 def place_of(session: Session, target: Target) -> PlaceTarget:
@@ -67,19 +68,26 @@ def expect_stored(checkpoint: Checkpoint) -> str:
 
 def stored_place(checkpoint: Checkpoint, store: CheckpointStore) -> StoreTarget:
     """Return the URL of the job in the store, and the step."""
-    stored, s3 = checkpoint.spec.stored, store.spec.s3
+    stored, s3, azure = checkpoint.spec.stored, store.spec.s3, store.spec.azure
     namespace = checkpoint.namespace if stored is None else stored.job_namespace
     uid = checkpoint.status.job_uid if stored is None else stored.job_uid
-    prefix = f"{s3.prefix}/" if s3.prefix else ""
-    return StoreTarget(f"s3://{s3.bucket}/{prefix}{namespace}/{uid}", checkpoint.spec.step)
+    if azure is not None:
+        place, prefix = f"az://{azure.account}/{azure.container}", azure.prefix
+    else:
+        assert s3 is not None, "the rules of the CRD require one of them"
+        place, prefix = f"s3://{s3.bucket}", s3.prefix
+    parts = filter(None, (place, prefix, namespace, uid))
+    return StoreTarget("/".join(parts), checkpoint.spec.step)
 
 
 def variables_of(store: CheckpointStore, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which the SDK finds the server of a store, without those that are set."""
-    s3 = store.spec.s3
+    s3, azure = store.spec.s3, store.spec.azure
     found = {}
-    if not any(env.get(name) for name in _ENDPOINTS):
+    if azure is not None and azure.endpoint and not env.get(_AZURE_ENDPOINT):
+        found[_AZURE_ENDPOINT] = azure.endpoint
+    if s3 is not None and not any(env.get(name) for name in _ENDPOINTS):
         found[_ENDPOINTS[0]] = s3.endpoint
-    if not any(env.get(name) for name in _REGIONS):
+    if s3 is not None and not any(env.get(name) for name in _REGIONS):
         found[_REGIONS[0]] = s3.region
     return found

@@ -17,7 +17,7 @@ from holdfast.testing.object_store_contract import payload
 from holdfast_core.contract import StoreConfig
 from holdfast_core.store.azure.credentials import AzureKeys, FixedKeys
 from holdfast_core.store.azure.store import AzureObjectStore
-from holdfast_core.tiers.objects import Document
+from holdfast_core.store.upload import Document
 
 
 def say(what: str) -> None:

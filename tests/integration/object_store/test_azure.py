@@ -37,8 +37,9 @@ from holdfast_core.store.azure.credentials import AzureKeys, FileKeys, FixedKeys
 from holdfast_core.store.azure.store import AzureObjectStore
 from holdfast_core.store.s3.errors import Retrier, RetryPolicy
 from holdfast_core.store.s3.http import CertificateError
+from holdfast_core.store.upload import Document
 from holdfast_core.store_url import parse_store_url
-from holdfast_core.tiers.objects import Document, ObjectStore
+from holdfast_core.tiers.objects import ObjectStore
 from holdfast_sidecar.process.store_probe import probe_store
 
 pytestmark = pytest.mark.integration

@@ -43,7 +43,8 @@ from holdfast_core.store.s3.client import (
 from holdfast_core.store.s3.credentials import CredentialsProvider
 from holdfast_core.store.s3.errors import Retrier, RetryPolicy, S3Failure
 from holdfast_core.store.s3.http import CertificateError, Timeouts
-from holdfast_core.tiers.objects import Document, ObjectInfo, ObjectStore
+from holdfast_core.store.upload import Document
+from holdfast_core.tiers.objects import ObjectInfo, ObjectStore
 
 T = TypeVar("T")
 
