@@ -48,7 +48,7 @@ def round_message(round_: int, version: int) -> Round:
         store_host=Worker(0),
         workers=1,
         members=(Member(Worker(0), "gpt-0-r0", "127.66.0.1"),),
-        copies=(),
+        copies={},
         policy=Policy(interval_steps=10),
     )
 
