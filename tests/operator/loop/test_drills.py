@@ -493,6 +493,18 @@ async def test_a_result_that_was_written_half_is_written_again() -> None:
     assert place.store["status"]["drills"]["count"] == 1
 
 
+@pytest.mark.fault("The operator dies before it removes the pod of a drill that has ended")
+async def test_the_pod_of_a_drill_whose_result_was_written_is_removed() -> None:
+    place = Place(requested(stored(20)))
+    await place.passes()
+    place.end(report())
+    (pod,) = place.pods()
+    await place.passes(1)
+    del pod["metadata"]["deletionTimestamp"]
+    await place.passes(1)
+    assert place.pods() == []
+
+
 async def test_the_results_of_a_drill_and_a_listing_are_one_write_of_the_status() -> None:
     place = Place(requested(stored(20)))
     await place.passes()

@@ -137,6 +137,7 @@ class Stores:
                 checkpoints.of("drill", *place),
                 checkpoints.members("store", *place),
             )
+            await self.commands.end(store, StoreVerb.DRILL)  # left by a pass that died
             begun = drills.next_drill(store, requested, stored, now)
             if begun is not None:
                 present.set(drills=begun)
