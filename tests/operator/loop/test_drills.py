@@ -505,6 +505,20 @@ async def test_the_pod_of_a_drill_whose_result_was_written_is_removed() -> None:
     assert place.pods() == []
 
 
+@pytest.mark.fault("A store's place is corrected while a checkpoint is drilled in the wrong one")
+async def test_what_a_drill_finds_in_another_place_says_nothing() -> None:
+    place = Place(requested(stored(20)))
+    await place.passes()
+    place.end(report(BAD))
+    (wrong,) = place.pods()
+    place.store["spec"]["s3"]["prefix"] = "corrected"
+    await place.passes(2)
+    (right,) = place.pods()
+    assert right["metadata"]["name"] != wrong["metadata"]["name"]
+    assert place.store["status"]["drills"]["count"] == 0
+    assert "Verified" not in {c["type"] for c in place.checkpoints[0]["status"]["conditions"]}
+
+
 async def test_the_results_of_a_drill_and_a_listing_are_one_write_of_the_status() -> None:
     place = Place(requested(stored(20)))
     await place.passes()

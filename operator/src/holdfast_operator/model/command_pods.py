@@ -16,7 +16,8 @@ A new kind of command takes three steps:
 A CheckpointStore owns its pods, so Kubernetes deletes them with it, and its pass is queued at each change of
 one. It has at most one pod of a verb at a time. The name of the pod comes from `StoreCommand.seed`. The seed
 must stay the same until the run has ended, and must change with the result that is written. Two operators
-then create the same pod, and a pod whose result was written is not read again.
+then create the same pod, and a pod whose result was written is not read again. The name also comes from the
+place of the store: a run that is under way when a person corrects the place begins again in the right one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from holdfast_core.api import CheckpointStore
 from holdfast_core.contract import STORE_DIR, StoreVerb
 from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
-from holdfast_operator.model.job import store_view
+from holdfast_operator.model.job import place_of, store_config, store_view
 from holdfast_operator.model.ownership import command_prefix
 from holdfast_operator.model.render import HOLDFAST_GROUP, owner_reference, store_sources
 
@@ -57,7 +58,9 @@ class StoreCommand:
     """activeDeadlineSeconds of the pod, for image pull and command together."""
 
     def pod_name(self, store: CheckpointStore) -> str:
-        digest = hashlib.blake2b(f"{store.uid} {self.seed}".encode(), digest_size=5).hexdigest()
+        # What a pod did in another place says nothing about this one.
+        run = f"{store.uid} {place_of(store_config(store))} {self.seed}"
+        digest = hashlib.blake2b(run.encode(), digest_size=5).hexdigest()
         return f"{command_prefix(self.verb)}{store.name[:40].rstrip('-.')}-{digest}"
 
 
