@@ -29,6 +29,7 @@ from holdfast_core.api import (
     StoreDrills,
     changed,
 )
+from holdfast_core.clock import stamp
 from holdfast_core.contract import DrillContract
 from holdfast_core.drill import BadPart, Damage, DrillReport
 from holdfast_core.ids import CheckpointId
@@ -517,6 +518,15 @@ async def test_what_a_drill_finds_in_another_place_says_nothing() -> None:
     assert right["metadata"]["name"] != wrong["metadata"]["name"]
     assert place.store["status"]["drills"]["count"] == 0
     assert "Verified" not in {c["type"] for c in place.checkpoints[0]["status"]["conditions"]}
+
+
+async def test_a_store_that_is_down_is_not_looked_at_all_the_time() -> None:
+    place = Place()
+    (known,) = place.store["status"]["conditions"]
+    known.update(status="False", reason="Unreachable", message="connection refused")
+    known["lastTransitionTime"] = "1970-01-01T00:00:00Z"
+    place.store["status"]["lastProbe"] = stamp(place.clock.utc_now())
+    assert await place.passes() == 120.0, "its listing is due, and waits for the next probe"
 
 
 async def test_the_results_of_a_drill_and_a_listing_are_one_write_of_the_status() -> None:

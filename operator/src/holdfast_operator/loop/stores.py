@@ -164,7 +164,8 @@ class Stores:
     async def _measure(self, present: _Pass) -> None:
         """List the store for its usage, and compare it with the quota."""
         store, now = present.store, present.now
-        due = bool(store_view(store).available) and not usages.seconds_to_listing(store, now)
+        is_available = bool(store_view(store).available)
+        due = is_available and not usages.seconds_to_listing(store, now)
         command = usages.listing_command(store, self._request(store) if due else UsageContract())
         state = await self.commands.run(store, command, due=due)
         result = present.result(StoreVerb.USAGE, state)
@@ -174,7 +175,8 @@ class Stores:
         if result is not None or usages.quota_is_new(store):
             store = changed(store, status=usages.with_quota(store, self._pinned(store), now))
         present.store = store
-        present.wait(max(LOOK_AGAIN_SECONDS, usages.seconds_to_listing(store, now)))
+        if is_available:
+            present.wait(max(LOOK_AGAIN_SECONDS, usages.seconds_to_listing(store, now)))
 
     def _request(self, wanted: CheckpointStore) -> UsageContract:
         """Return what a listing may delete. Several CheckpointStores may be at one location."""
