@@ -30,7 +30,7 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.clock import stamp
-from holdfast_core.contract import DrillContract
+from holdfast_core.contract import DrillContract, DrillExit
 from holdfast_core.drill import BadPart, Damage, DrillReport
 from holdfast_core.ids import CheckpointId
 from holdfast_operator.apply.command_runs import CommandRuns
@@ -527,6 +527,30 @@ async def test_a_store_that_is_down_is_not_looked_at_all_the_time() -> None:
     known["lastTransitionTime"] = "1970-01-01T00:00:00Z"
     place.store["status"]["lastProbe"] = stamp(place.clock.utc_now())
     assert await place.passes() == 120.0, "its listing is due, and waits for the next probe"
+
+
+@pytest.mark.parametrize("how", ["deleted", "unreadable"])
+async def test_the_series_of_a_store_last_as_long_as_the_store(how: str) -> None:
+    place = Place()
+    usage = {"bytes": 7, "objects": 1, "checkpoints": 0, "listedAt": "2026-01-01T00:00:00Z"}
+    place.store["status"]["usage"] = {**usage, "location": "https://minio.example:9000/b"}
+    place.store["status"]["lastListing"] = stamp(place.clock.utc_now())
+    await place.passes()
+
+    def shown() -> float | None:
+        labels = {"namespace": NAMESPACE, "store": "main"}
+        return place.metrics.registry.get_sample_value("holdfast_store_bytes", labels)
+
+    assert shown() == 7
+    place.metrics.drilled(NAMESPACE, "main", DrillExit.INTACT, 1, 1.0)
+    if how == "deleted":
+        place.api.remove("checkpointstores", NAMESPACE, "main")
+    else:
+        place.store["spec"] = {}
+    await place.passes()
+    is_there = how == "unreadable"
+    assert (shown() == 7) is is_there
+    assert (place.drilled("intact") == 1) is is_there
 
 
 async def test_the_results_of_a_drill_and_a_listing_are_one_write_of_the_status() -> None:

@@ -344,6 +344,16 @@ class Metrics:
         self._drill_bytes.labels(namespace, store).inc(read_bytes)
         self._drill_seconds.labels(namespace, store).inc(seconds)
 
+    def forget_store(self, namespace: str, store: str) -> None:
+        """Remove the series of a store that is gone."""
+        self.store_listed(namespace, store, None, None)
+        for result in DrillExit:
+            with suppress(KeyError):
+                self._drills.remove(namespace, store, result.name.lower())
+        for metric in (self._drill_bytes, self._drill_seconds):
+            with suppress(KeyError):
+                metric.remove(namespace, store)
+
     def forget(self, namespace: str, job: str) -> None:
         """Remove the series of a job that is gone."""
         for metric in (

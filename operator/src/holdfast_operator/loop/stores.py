@@ -90,6 +90,8 @@ class Stores:
         read = self.cache.stores.get(namespace, name)
         if read is None:
             # A deleted store's pods are garbage-collected; those of an unreadable store stay.
+            if self.cache.unreadable.get(CheckpointStore.KIND, namespace, name) is None:
+                self.metrics.forget_store(namespace, name)
             return None
         if read.deleting:
             for verb in StoreVerb:
