@@ -15,7 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
+from obstore.exceptions import BaseError
 from tests.support.servers.azurite_server import ACCOUNT, ACCOUNT_KEY, AzuriteServer
 from tests.support.servers.pki import Authority
 from tests.support.tiers.object_tier_contract import ObjectTierContract
@@ -155,6 +157,42 @@ def test_a_long_object_is_written_again_without_reading_or_sending_it(
     assert sum(sent) == LONG
     store.write(f"{prefix}/one", Document(payload(LONG)))
     assert sum(sent) == LONG
+
+
+class CutReply:
+    """A reply of obstore whose connection is lost after 12 MiB."""
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found, name)
+
+    def stream(self, size: int) -> Iterator[Any]:
+        sent = 0
+        for data in self._found.stream(size):
+            if sent >= 12 << 20:
+                raise BaseError(
+                    "Generic MicrosoftAzure error: HTTP error: request or response body error"
+                )
+            sent += len(data)
+            yield data
+
+
+@pytest.mark.fault("Connections to Azure last for a part of a long object only")
+def test_a_long_object_without_a_checksum_is_read_in_parts_to_compare_it(
+    azurite: AzuriteServer,
+    prefix: str,
+    opened: Callable[..., AzureObjectStore],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    get = obstore.get
+    monkeypatch.setattr(obstore, "get", lambda *args, **options: CutReply(get(*args, **options)))
+    store = opened(azurite.config(prefix), azurite.credentials)
+    store.write(f"{prefix}/one", Document(payload(LONG), made_while_sent=True))
+    assert store.size(f"{prefix}/one") == LONG
+    with pytest.raises(AlreadyExistsError):
+        store.write(f"{prefix}/one", Document(payload(LONG - 1) + b"x"))
 
 
 def test_a_listing_has_pages(

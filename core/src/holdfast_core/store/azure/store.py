@@ -291,7 +291,7 @@ class AzureObjectStore:
             if found.size_bytes == 0 < expected.size_bytes:
                 raise UnavailableError(f"{key!r} in {self.name}: it is empty, maybe still copied")
             if found.size_bytes == expected.size_bytes and found.crc32c is None:
-                found = self._whole(key)
+                found = self._whole(key, found.size_bytes)
             if found == expected:
                 return True
         checksum = "no CRC32C" if found.crc32c is None else f"CRC32C {found.crc32c:08x}"
@@ -302,16 +302,17 @@ class AzureObjectStore:
             f"{key!r} in {self.name}: expected {wanted}, found {found.size_bytes} bytes with {checksum}"
         )
 
-    def _whole(self, key: str) -> ObjectInfo:
-        """Read an object and return its length and checksum."""
+    def _whole(self, key: str, size_bytes: int) -> ObjectInfo:
+        """Read an object in parts, and return its length and checksum.
 
-        def read(clients: _Clients) -> ObjectInfo:
-            size = crc = 0
-            for data in obstore.get(clients.once, key).stream(_PROGRESS_BYTES):
-                crc, size = crc32c(data, crc), size + len(data)
-            return ObjectInfo(size, crc)
-
-        return self._run(f"GET {key!r}", read)
+        One request for a long object would exceed the time-out of a request, and begin again each time.
+        """
+        crc, buffer = 0, memoryview(bytearray(min(PART_BYTES, size_bytes)))
+        for start in range(0, size_bytes, PART_BYTES):
+            part = buffer[: size_bytes - start]
+            self.read_into(key, start, part)
+            crc = crc32c(part, crc)
+        return ObjectInfo(size_bytes, crc)
 
     def delete(self, keys: Sequence[str]) -> None:
         """See ObjectStore.delete."""
