@@ -18,6 +18,7 @@ from typing import Any
 import obstore
 import pytest
 from obstore.exceptions import BaseError
+from tests.support.clock import ManualClock
 from tests.support.servers.azurite_server import ACCOUNT, ACCOUNT_KEY, AzuriteServer
 from tests.support.servers.pki import Authority
 from tests.support.tiers.object_tier_contract import ObjectTierContract
@@ -38,7 +39,7 @@ from holdfast_core.store.access import access_by_url
 from holdfast_core.store.azure.credentials import AzureKeys, FileKeys, FixedKeys
 from holdfast_core.store.azure.store import AzureObjectStore
 from holdfast_core.store.s3.errors import Retrier, RetryPolicy
-from holdfast_core.store.s3.http import CertificateError
+from holdfast_core.store.s3.http import CertificateError, HttpPool
 from holdfast_core.store.upload import Document
 from holdfast_core.store_url import parse_store_url
 from holdfast_core.tiers.objects import ObjectStore
@@ -193,6 +194,33 @@ def test_a_long_object_without_a_checksum_is_read_in_parts_to_compare_it(
     assert store.size(f"{prefix}/one") == LONG
     with pytest.raises(AlreadyExistsError):
         store.write(f"{prefix}/one", Document(payload(LONG - 1) + b"x"))
+
+
+@pytest.mark.fault("The time of Azure's server cannot be asked, as behind a proxy")
+def test_a_listing_asks_for_the_time_of_the_server_once(
+    azurite: AzuriteServer,
+    prefix: str,
+    opened: Callable[..., AzureObjectStore],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[str]()
+
+    class Silent(HttpPool):
+        def request(self, method: str, *_: Any, **__: Any) -> Any:
+            asked.append(method)
+            raise UnavailableError("no reply came in time")
+
+    monkeypatch.setattr("holdfast_core.store.azure.store.HttpPool", Silent)
+    clock = ManualClock()
+    store = opened(azurite.config(prefix), azurite.credentials, clock=clock)
+    for number in range(3):
+        store.write(f"{prefix}/{number}", Document(b"x"))
+    listed = store.list(f"{prefix}/").objects
+    assert [item.age for item in listed] == [timedelta(0)] * 3
+    assert asked == ["HEAD"]
+    clock.advance(61)
+    store.list(f"{prefix}/")
+    assert asked == ["HEAD"] * 2
 
 
 def test_a_listing_has_pages(

@@ -72,6 +72,9 @@ _MAX_DELETED = 256
 _MAX_UNFINISHED = 1000
 _CLOCK_SECONDS = 600.0
 """Time after which the server's clock is compared again."""
+_CLOCK_AGAIN_SECONDS = 60.0
+"""Time after which it is asked again if it could not be asked. A listing would otherwise wait for the
+connection once for each object."""
 _CRC = "holdfastcrc32c"
 """Name in the metadata of an object. Azure takes names of C# only, without hyphens."""
 _BLOCK_RETRIES = {
@@ -150,7 +153,9 @@ class AzureObjectStore:
         self._clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._opened: tuple[AzureKeys, _Clients] | None = None
-        self._server_time: tuple[float, datetime] | None = None
+        self._time_lock = threading.Lock()
+        """Is not `_lock`, because all requests would wait for a server that does not tell its time."""
+        self._server_time: tuple[float, datetime | None] | None = None
         self._http = HttpPool(
             config.endpoint, secure=config.secure, ca_file=ca_file, timeouts=timeouts
         )
@@ -513,17 +518,23 @@ class AzureObjectStore:
         obstore does not show the Date of a reply, so this asks for it, without keys. If the server cannot
         be asked, it is `at_least`: the ages are then too small, so that nothing is deleted too early.
         """
-        with self._lock:
-            now = self._clock.monotonic()
-            known = self._server_time
-            if known is None or now - known[0] > _CLOCK_SECONDS:
-                try:
-                    with self._http.request("HEAD", "/", {"Host": self.config.endpoint}) as reply:
-                        date = parsedate_to_datetime(reply.headers["date"]).astimezone(UTC)
-                except (HoldfastError, KeyError, ValueError):
-                    return at_least
-                known = self._server_time = (now, date)
-            return known[1] + timedelta(seconds=now - known[0])
+        with self._time_lock:
+            since, date = self._server_time or (0.0, None)
+            limit = _CLOCK_AGAIN_SECONDS if date is None else _CLOCK_SECONDS
+            if self._server_time is None or self._clock.monotonic() - since > limit:
+                date = self._asked_time()
+                since = self._clock.monotonic()
+                self._server_time = since, date
+            if date is None:
+                return at_least
+            return date + timedelta(seconds=self._clock.monotonic() - since)
+
+    def _asked_time(self) -> datetime | None:
+        try:
+            with self._http.request("HEAD", "/", {"Host": self.config.endpoint}) as reply:
+                return parsedate_to_datetime(reply.headers["date"]).astimezone(UTC)
+        except (HoldfastError, KeyError, ValueError):
+            return None
 
     # ------------------------------------------------------------------ requests
 
