@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 from functools import partial
 from typing import TypeVar
@@ -187,12 +188,10 @@ def probe_objects(
     base = f"{config.prefix.strip('/')}/{PROBE_DIR}/{secrets.token_hex(8)}/".lstrip("/")
     try:
         with closing(open_store(retrier or Retrier(_OF_A_REQUEST))) as store:
-            features = _probed(store, base)
-            leftovers = ""
             try:
-                store.delete([item.key for item in store.list(base).objects])
-            except HoldfastError as error:
-                leftovers = str(error)
+                features = _probed(store, base)
+            finally:
+                leftovers = _not_deleted(store, base)
             return _judge(features, store.name, leftovers)
     except _RefusedError as refused:
         return ProbeReport(False, refused.reason, str(refused))
@@ -200,6 +199,16 @@ def probe_objects(
         return ProbeReport(False, ProbeReason.BUCKET_NOT_FOUND, str(error))
     except HoldfastError as error:
         return ProbeReport(False, _reason_of(error), str(error))
+
+
+def _not_deleted(store: ObjectStore, base: str) -> str:
+    """Delete what a probe has written. Return why that failed, or ""."""
+    try:
+        store.delete([item.key for item in store.list(base).objects])
+        store.abort_stale([base], timedelta(0))
+    except HoldfastError as error:
+        return str(error)
+    return ""
 
 
 def _probed(store: ObjectStore, base: str) -> ProbedFeatures:
