@@ -16,7 +16,7 @@ from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.ids import Rank, RestartRound, Worker
-from holdfast_core.messages.schema import HelloReply, LauncherPlan
+from holdfast_core.messages.schema import PROTOCOL_VERSION, Hello, HelloReply, LauncherPlan
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
@@ -74,11 +74,12 @@ class World:
         self.gang = LocalGang(1)
         self.gang.running_round = None if running is None else RestartRound(running)
         self.connections = LocalConnections()
+        self.current = CurrentRound(state)
         handler = Handler()
         self.intake = Intake(self.settings.socket_path, JOB_UID, handler, self.connections)
         peers = Peers(self.settings.contract, None, lambda: state, call_seconds=1)  # type: ignore[arg-type]
         handler.starter = self.starter = Starter(
-            Pod(self.settings, clock, CurrentRound(state)),
+            Pod(self.settings, clock, self.current),
             self.gang,
             self.connections,
             peers,
@@ -153,4 +154,26 @@ async def test_ranks_are_dead_when_their_launcher_stays_away(
     assert world.gang.running_round == (1 if is_back else None)
     if back is not None:
         back.close()
+    await world.intake.close()
+
+
+@pytest.mark.fault("A launcher connects again while its sidecar is being sealed for the next round")
+async def test_a_launcher_that_connects_during_a_seal_does_not_run_the_old_round(
+    shared: Path,
+) -> None:
+    state = accepted(round_message(1, workers=1))
+    world = World(shared, state, None, SystemClock())
+    await world.intake.start()
+    launcher = await world.launcher()
+    world.starter.begin()
+    await launcher.runs(1)
+    launcher.close()
+    await until(lambda: world.connections.launcher is None, "the end of the connection")
+
+    world.current.state = state.sealed_for(RestartRound(2))
+    again = await world.launcher()
+    world.starter.hello(Hello(PROTOCOL_VERSION, JOB_UID))
+    await until(lambda: again.pushed, "the plan")
+    assert [(plan.round, plan.run) for plan in again.pushed] == [(2, None)]
+    again.close()
     await world.intake.close()

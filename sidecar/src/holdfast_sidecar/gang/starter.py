@@ -198,7 +198,10 @@ class Starter:
         """Send the launcher all that it is to do in this round. Return False if it is not connected."""
         state = self._pod.current()
         hosts = state.accepted is not None and state.accepted.store_host == state.worker
-        plan = LauncherPlan(state.round, hosts, run or self._run, self._gang.stacks_wanted)
+        run = run or self._run
+        if run is not None and run.round != state.round:
+            run = None  # A seal is under way, and `reset` has not forgotten the old round yet.
+        plan = LauncherPlan(state.round, hosts, run, self._gang.stacks_wanted)
         return self._connections.push_launcher(plan)
 
     def _opened_store(self, state: RoundState, store: StoreAddress) -> None:
