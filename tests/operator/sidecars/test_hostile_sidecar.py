@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import ssl
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,27 @@ async def test_the_poll_goes_on_after_an_error_that_was_not_expected() -> None:
         await b.until(
             lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.version == 8
         )
+
+
+@pytest.mark.fault(
+    "Each poll of a coordinator meets a defect of the operator, such as a damaged authority"
+)
+async def test_a_coordinator_whose_poll_always_ends_with_an_unexpected_error_is_unreachable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new process otherwise waits for its first answer without end (gang.awaits_coordinator)."""
+
+    async def broken(_: JobUid) -> ssl.SSLContext:
+        raise ValueError("Unable to load PEM file")
+
+    monkeypatch.setattr("tests.support.operator.bench.identity", broken)
+    async with bench() as b:
+        pod = pod_view(0)
+        await b.serve(pod)
+        b.follow(pod, coordinator=0, trains=True)
+        await b.until(lambda: len(b.clock.slept) > 2 or b.view(pod).reachable is Reachable.NO)
+        assert b.view(pod).reachable is Reachable.NO
+        assert "ValueError" in b.view(pod).unreachable_because
 
 
 @pytest.mark.fault("The answer of a sidecar meets a defect of the operator")

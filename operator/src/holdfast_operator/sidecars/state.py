@@ -454,6 +454,10 @@ class CoordinatorPolls:
                 answered = await self._poll_once(job, pod)
             except Exception as error:  # noqa: BLE001 - a job without its poll makes no progress
                 self._answers.unexpected(f"polling coordinator {pod.target.pod}", error)
+                # A new process waits until the coordinator has answered or failed (gang.awaits_coordinator).
+                cause = f"polling it ended with an unexpected {type(error).__name__}"
+                self._answers.failed(pod, UnavailableError(cause))
+                job.since = 0
                 answered = False
             if answered:
                 failures = 0
