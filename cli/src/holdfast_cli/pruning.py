@@ -197,8 +197,8 @@ def with_data(checkpoint: Checkpoint) -> dict[str, Any]:
     help="Show which checkpoints a retention does not keep, with their sizes and the reasons, and delete "
     "them after a question. Of a job these are the checkpoints in the object store that "
     "spec.checkpoint.retention does not keep. Of a folder or a store the options say what stays: a "
-    "checkpoint that any of them keeps. The newest one always stays, and in a folder what is pinned, read or "
-    "waits for its upload.",
+    "checkpoint that any of them keeps. The newest one that can be read always stays, and in a folder what "
+    "is pinned, read or waits for its upload.",
 )
 @target_argument(Kind.JOB)
 @click.option("--dry-run", is_flag=True, help="Show the plan and delete nothing.")

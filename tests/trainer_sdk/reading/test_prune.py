@@ -17,6 +17,7 @@ from tests.support.shards.placements import Tensor
 from tests.support.tiers.stored_checkpoints import store_step, values
 
 import holdfast
+from holdfast.reading.opening import verify
 from holdfast.reading.pruning import PrunePlan
 from holdfast_core.errors import ConfigError, CorruptionError
 from holdfast_core.retention import BestMode, KeepBest, RetentionPolicy, RetentionReason
@@ -132,6 +133,32 @@ def test_the_best_of_a_metric_stay(tmp_path: Path) -> None:
         shard.write_bytes(b"damaged")
         with pytest.raises(CorruptionError):  # it might be the best
             found.plan_prune(policy)
+
+
+@pytest.mark.parametrize("place", ["folder", "store"])
+@pytest.mark.parametrize("part", ["manifest", "shard"])
+def test_what_can_be_restored_stays_although_newer_ones_are_damaged(
+    tmp_path: Path, place: str, part: str
+) -> None:
+    root = tmp_path / "place"
+    root.mkdir()
+    if place == "folder":
+        for step in (1, 2, 3):
+            write_checkpoint(root, WHOLE, [2], step=step)
+    else:
+        with closing(ObjectTier(DirectoryObjectStore(root))) as tier:
+            for step in (1, 2, 3):
+                store_step(tier, tmp_path, step, values(step), packed=False).close()
+    if part == "manifest":
+        (damaged,) = root.rglob("manifests/s000000000003/*")
+        damaged.write_bytes(b"{}")
+    else:
+        min(root.rglob("s000000000003-*/*.shard")).unlink()
+    with holdfast.open(root) as found:
+        plan = found.plan_prune(RetentionPolicy(1))
+        assert steps(plan) == ([1], {3: Reason.QUARANTINED, 2: Reason.KEEP_LAST})
+        found.prune(plan)
+    assert not verify(root, 2).bad
 
 
 def test_a_policy_that_keeps_everything_is_refused(folder: Path) -> None:

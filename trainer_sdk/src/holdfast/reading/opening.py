@@ -105,8 +105,8 @@ class Checkpoints(Closing):
     def plan_prune(self, policy: RetentionPolicy) -> PrunePlan:
         """Return which checkpoints a policy deletes and keeps, and why. Nothing is deleted.
 
-        The newest checkpoint is always kept, and in a folder what is pinned, what a process reads or has
-        restored, and what waits for its upload.
+        The newest checkpoint that can be read is always kept, with what is newer, and in a folder what is
+        pinned, what a process reads or has restored, and what waits for its upload.
 
         Raises ConfigError for a policy without keep_last, which keeps all, and CorruptionError where the
         policy asks for the best of a metric that cannot be read.

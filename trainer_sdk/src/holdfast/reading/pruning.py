@@ -6,13 +6,13 @@ it since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from holdfast.reading.source import CheckpointSource, ListedCheckpoint
 from holdfast_core.clock import SystemClock
-from holdfast_core.errors import ConfigError
-from holdfast_core.ids import CheckpointId, Level, TierName
+from holdfast_core.errors import ConfigError, FormatError, NotFoundError
+from holdfast_core.ids import CheckpointId, Level, TierName, age_of
 from holdfast_core.retention import (
     Committed,
     RetentionPolicy,
@@ -58,6 +58,7 @@ def plan_prune(
     listed = {one.id: one for one in source.listed()}
     level = Level.LOCAL if source.tier is TierName.NODE else Level.PERSISTED
     needed: dict[RetentionReason, Collection[CheckpointId]] = dict(source.needed())
+    needed[RetentionReason.QUARANTINED] = _newer_than_readable(source, listed.values())
     plan = plan_retention(
         RetentionState(
             tuple(
@@ -75,6 +76,27 @@ def plan_prune(
         for verdicts in (plan.prune, plan.keep)
     )
     return PrunePlan(prune, keep)
+
+
+def _newer_than_readable(
+    source: CheckpointSource, listed: Iterable[ListedCheckpoint]
+) -> list[CheckpointId]:
+    """Return the newest checkpoints up to the first one that can be read.
+
+    They protect no training: a restore passes over them. If they counted, what it would choose could be
+    deleted. Manifest and heads of the shards are read, as by the restore that chooses.
+    """
+    found: list[CheckpointId] = []
+    for one in sorted(listed, key=lambda one: age_of(one.id), reverse=True):
+        try:
+            manifest = source.manifest(one.id)
+            for shard in manifest.shards:
+                source.open_shard(manifest.ref(shard.rank)).close()
+        except (NotFoundError, FormatError):
+            found.append(one.id)
+        else:
+            break
+    return found
 
 
 def prune(
