@@ -65,6 +65,7 @@ def test_json_and_yaml_have_the_same_document() -> None:
         (NotFound("x"), Exit.MISSING),
         (StateError("x"), Exit.FORBIDDEN),
         (errors.ConfigError("x"), Exit.USAGE),
+        (errors.ForbiddenByStateError("x"), Exit.FORBIDDEN),
         (errors.NotFoundError("x"), Exit.MISSING),
         (errors.CorruptionError("x"), Exit.DAMAGED),
         (errors.UnknownVersionError("x"), Exit.FORBIDDEN),

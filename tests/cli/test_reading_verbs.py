@@ -218,3 +218,35 @@ def test_the_rules_of_the_command_line_are_those_of_every_tier() -> None:
 def steps(place: Path) -> tuple[int, ...]:
     with holdfast.open(place) as found:
         return found.steps()
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "said"),
+    [
+        ("./model.pt", 5, "there is no file or folder ./model.pt"),
+        ("model.pt", 5, "there is no file or folder model.pt"),
+        ("s3://bucket/weights", 2, "import does not apply to the store s3://bucket/weights"),
+    ],
+)
+def test_weights_are_imported_from_a_file_or_a_folder(
+    target: str,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["import", target, "--format", "torch", "--to", "ckpt"]
+    assert run(words, "holdfast") == code
+    assert said in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_answer_needs_a_terminal_that_is_open(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # as in `holdfast prune ... <&-`
+    code, _, err = command(capsys, "prune", folder, "--keep-last", 1)
+    assert code == 2
+    assert "there is no terminal to ask on" in err

@@ -8,6 +8,7 @@ from typing import ClassVar
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
+    ForbiddenByStateError,
     HoldfastError,
     NotFoundError,
     UnknownVersionError,
@@ -68,6 +69,7 @@ class StateError(CommandError):
 
 
 _EXITS: tuple[tuple[type[HoldfastError], Exit], ...] = (
+    (ForbiddenByStateError, Exit.FORBIDDEN),
     (ConfigError, Exit.USAGE),
     (NotFoundError, Exit.MISSING),
     (UnknownVersionError, Exit.FORBIDDEN),

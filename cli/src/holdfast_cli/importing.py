@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast_cli.errors import CommandError, UsageError
+from holdfast_cli.errors import CommandError, NotFound, UsageError
 from holdfast_cli.gangs import VERSION
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Column, Format, Result, Table, say, show
-from holdfast_cli.places import place_of
-from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, Target
+from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, StoreTarget, Target
 from holdfast_core.api import DeletionPolicy, size_text
 from holdfast_core.contract import ListContract
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
@@ -215,6 +214,8 @@ def command(
     dry_run: bool,
 ) -> Result | None:
     if isinstance(target, ClusterTarget):
+        if target.kind is None and session.program == "holdfast":
+            raise _no_weights(str(target))
         if target.kind is not Kind.STORE or target.step is not None:
             raise UsageError(
                 f"import does not apply to {target}: expected store/NAME, or ./{target.name} for a folder"
@@ -239,21 +240,31 @@ def command(
             f"an import of weights needs --format and --to DIR; store/{Path(target.place).name} names a "
             "CheckpointStore"
         )
-    return _import_weights(session, target, format, to, entry)
+    return _import_weights(target, format, to, entry)
 
 
-def _import_weights(
-    session: Session, target: PlaceTarget, format: Any, to: str, entry: str | None
-) -> Result:
+def _import_weights(target: PlaceTarget, format: Any, to: str, entry: str | None) -> Result:
     from holdfast.conversion import Import, import_weights
     from holdfast.convert.exporting import DEFAULT_ENTRY
 
     if target.step is not None:
         raise UsageError(f"weights have no step: omit @{target.step}")
-    source = Path(place_of(session, target).place)
+    if isinstance(target, StoreTarget):
+        raise UsageError(
+            f"import does not apply to the store {target}: expected a file or a folder with weights"
+        )
+    source = Path(target.place).expanduser()
+    if not source.exists():
+        raise _no_weights(target.place)
     count = import_weights(Import(source, format, to, entry or DEFAULT_ENTRY))
     text = f"imported {count} tensors of {target.place} as step 0 of {to}"
     return Result({"tensors": count, "source": target.place, "to": to, "step": 0}, [text])
+
+
+def _no_weights(name: str) -> NotFound:
+    return NotFound(
+        f"there is no file or folder {name}: correct the name; store/NAME names a CheckpointStore"
+    )
 
 
 def import_store(

@@ -21,7 +21,7 @@ def confirm(question: str, *, refused: str, no_terminal: str) -> None:
         CommandError: `refused`.
         UsageError: `no_terminal`.
     """
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():  # None: the shell has closed it
         raise UsageError(no_terminal)
     click.echo(f"{question} [y/N] ", nl=False, err=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):

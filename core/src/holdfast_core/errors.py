@@ -19,6 +19,10 @@ class ConfigError(HoldfastError):
     """A setting, a field or the environment is missing or wrong."""
 
 
+class ForbiddenByStateError(ConfigError):
+    """What was named exists, and its state forbids the deed: it is in use, pinned, or of somebody else."""
+
+
 class FormatError(HoldfastError):
     """Bytes do not conform to their format. They are refused before any part of them is used."""
 

@@ -344,7 +344,7 @@ def test_checkpoints_that_differ_are_refused_by_name(
         (["{}@2", "./nowhere@3"], 5, "there is no folder ./nowhere"),
         (["{}@2"], 2, "expected at least two sources"),
         (["{}@2", "{}@3", "--entry", "net"], 2, "no tensors below 'net'"),
-        (["{}@2", "{}@3", "--to", "{}"], 2, "exists already"),
+        (["{}@2", "{}@3", "--to", "{}"], 6, "exists already"),
         (["{}@2", "{}@3", "--config-from", "nowhere"], 2, "expected a config.json"),
         (["{}@2", "{}@3", "--method", "median"], 2, "--method median: expected mean, ema:DECAY"),
         (["{}@2", "{}@3", "--method", "ema"], 2, "--method ema: expected mean"),

@@ -10,7 +10,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.convert.exporting import DEFAULT_ENTRY, Format
 from holdfast.convert.safetensors_files import read_model
 from holdfast.convert.torch_files import read_dcp, read_torch
-from holdfast_core.errors import ConfigError, FormatError
+from holdfast_core.errors import ForbiddenByStateError, FormatError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def import_weights(wanted: Import) -> int:
         on_save_error="raise",
     ) as ckpt:
         if found := ckpt.list():
-            raise ConfigError(
+            raise ForbiddenByStateError(
                 f"{wanted.folder} has checkpoints already, the newest of step {found[-1].step}: import into "
                 "a new folder"
             )

@@ -21,7 +21,7 @@ from holdfast.convert.selection import entry_of
 from holdfast.convert.torch_files import write_dcp, write_torch
 from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.opening import open_checkpoints
-from holdfast_core.errors import ConfigError
+from holdfast_core.errors import ConfigError, ForbiddenByStateError
 from holdfast_core.node.files import disk_errors, fsync_directory
 
 Format = Literal["hf", "dcp", "torch"]
@@ -127,7 +127,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
 def complete_file(target: Path) -> Iterator[Path]:
     """Yield the path of a new file that becomes `target` if the body succeeds. See `complete_folder`."""
     if os.path.lexists(target):
-        raise ConfigError(f"{target} exists already: remove it or choose another output")
+        raise ForbiddenByStateError(f"{target} exists already: remove it or choose another output")
     with _partial(target) as partial:
         path = partial / target.name
         yield path
@@ -152,7 +152,9 @@ def _partial(target: Path) -> Iterator[Path]:
         except BlockingIOError:
             is_own = False
         if not is_own:
-            raise ConfigError(f"{target}: another process writes it ({partial} is locked)")
+            raise ForbiddenByStateError(
+                f"{target}: another process writes it ({partial} is locked)"
+            )
         with disk_errors(f"emptying {partial}"):
             for path in partial.iterdir():
                 if path.is_dir() and not path.is_symlink():
@@ -179,7 +181,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 def _expect_free(target: Path) -> None:
     # A rename at the end of a long export would fail.
     if target.is_symlink() or os.path.ismount(target):
-        raise ConfigError(
+        raise ForbiddenByStateError(
             f"{target} is a link or a mount point, which cannot be replaced: choose a folder below it"
         )
     try:
@@ -189,7 +191,7 @@ def _expect_free(target: Path) -> None:
     except NotADirectoryError:
         is_free = False
     if not is_free:
-        raise ConfigError(
+        raise ForbiddenByStateError(
             f"{target} exists already and is not an empty folder: remove it or choose another output"
         )
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast_core.errors import (
-    ConfigError,
     CorruptionError,
+    ForbiddenByStateError,
     FormatError,
     HoldfastError,
     NotFoundError,
@@ -65,7 +65,7 @@ would be lost without a word."""
 def refuse_old_layout(root: Path) -> None:
     """Raise ConfigError for a folder that a build before the first release has written."""
     for found in itertools.chain.from_iterable(map(root.glob, _OLD_NAMES)):
-        raise ConfigError(
+        raise ForbiddenByStateError(
             f"{root}: {found.relative_to(root)}/ is of a build of Holdfast before its first release, "
             "whose folders are not supported: use another folder, and export the checkpoints of this one "
             "with the build that wrote them"

@@ -25,7 +25,7 @@ from holdfast.directory.commit import (
 from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.clock import SystemClock
 from holdfast_core.drill import DrillPlace
-from holdfast_core.errors import ConfigError, NotFoundError
+from holdfast_core.errors import ConfigError, ForbiddenByStateError, NotFoundError
 from holdfast_core.format import keys
 from holdfast_core.format.manifest import Manifest, ManifestShard, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName, age_of
@@ -273,7 +273,7 @@ class FolderSource(Closing):
 
     def _expect_writable(self) -> None:
         if not os.access(self._root, os.W_OK):
-            raise ConfigError(
+            raise ForbiddenByStateError(
                 f"{self._root} cannot be written by this process (user {os.getuid()}): nothing in it can be "
                 "deleted or pinned"
             )
