@@ -74,6 +74,13 @@ def test_a_job_is_pinned_by_step_only() -> None:
         pin_object(Objects(checkpoint(40, 0)), ClusterTarget("gpt", Kind.JOB), pin=True)  # type: ignore[arg-type]
 
 
+def test_a_plain_word_that_is_a_job_pins_no_checkpoint_of_it() -> None:
+    cluster = Objects(checkpoint(40, 0))
+    with pytest.raises(UsageError, match=r"gpt is a job: expected gpt@STEP, or checkpoint/NAME"):
+        pin_object(cluster, ClusterTarget("gpt"), pin=False)  # type: ignore[arg-type]
+    assert cluster.patched == []
+
+
 @pytest.mark.parametrize(
     ("item", "said"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import checkpoint, job, manifest_digest, status
 
-from holdfast_cli.errors import CommandError
+from holdfast_cli.errors import CommandError, NotFound
 from holdfast_cli.output import Format, Result, rendered
 from holdfast_cli.pruning import plan_pruning, prune_store, pruning_document, pruning_table
 from holdfast_core.api import Checkpoint, Gang, PersistedStep, changed
@@ -70,6 +70,8 @@ class Cluster:
     job: Gang
     checkpoints: tuple[Checkpoint, ...] = FIVE
     deleted: list[tuple[str, Any]] = field(default_factory=list)
+    refused: dict[str, CommandError] = field(default_factory=dict)
+    """The error of a deletion, by the name of the object."""
     everywhere: bool = False
 
     def gang(self, name: str) -> dict[str, Any]:
@@ -82,6 +84,8 @@ class Cluster:
         return [c.to_dict() for c in self.checkpoints if plural == "checkpoints"]
 
     def delete_with(self, plural: str, name: str, uid: str, patch: dict[str, Any]) -> None:
+        if name in self.refused:
+            raise self.refused[name]
         self.deleted.append((name, patch))
 
 
@@ -99,6 +103,25 @@ def test_the_operator_deletes_the_data_of_what_is_pruned() -> None:
         "finalizers": ["holdfast.dev/delete-data"],
         "resourceVersion": "1",
     }
+
+
+def test_what_is_gone_already_stops_no_deletion() -> None:
+    cluster = Cluster(gang(keep_last=2))
+    run(cluster, yes=True)
+    every = [name for name, _ in cluster.deleted]
+    cluster = Cluster(gang(keep_last=2), refused={every[0]: NotFound("not found")})
+    run(cluster, yes=True)
+    assert [name for name, _ in cluster.deleted] == every[1:] != []
+
+
+def test_a_deletion_that_is_refused_says_how_far_the_prune_came() -> None:
+    cluster = Cluster(gang(keep_last=2))
+    run(cluster, yes=True)
+    every = [name for name, _ in cluster.deleted]
+    cluster = Cluster(gang(keep_last=2), refused={every[1]: CommandError("changed meanwhile")})
+    said = f"changed meanwhile. 1 of {len(every)} checkpoints are being deleted"
+    with pytest.raises(CommandError, match=said):
+        run(cluster, yes=True)
 
 
 def test_a_suspended_job_is_pruned_as_well() -> None:

@@ -62,6 +62,8 @@ def pin_object(cluster: ClusterClient, target: ClusterTarget, *, pin: bool) -> R
         raise UsageError(f"{verb}: expected {target}@STEP, or checkpoint/NAME")
     item = Checkpoint.from_dict(cluster.checkpoint_of(target))
     name, phase = item.name, item.status.phase
+    if target.kind is None and target.step is None and name != target.name:
+        raise UsageError(f"{verb}: {target} is a job: expected {target}@STEP, or checkpoint/NAME")
     if item.deleting or phase is CheckpointPhase.DELETING:
         raise StateError(f"checkpoint {name} is being deleted, and cannot be kept any more")
     if phase is CheckpointPhase.FAILED:

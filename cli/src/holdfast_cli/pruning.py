@@ -19,7 +19,7 @@ import click
 
 from holdfast.reading.opening import Checkpoints, open_checkpoints
 from holdfast.reading.pruning import PrunePlan
-from holdfast_cli.errors import StateError, UsageError
+from holdfast_cli.errors import CommandError, NotFound, StateError, UsageError
 from holdfast_cli.options import Session, common_options, target_argument, yes_option
 from holdfast_cli.output import Column, Format, Result, Table, say, show
 from holdfast_cli.places import place_of
@@ -296,9 +296,19 @@ def prune_store(
         raise StateError(f"nothing was deleted: {obstacle}")
     if not yes:
         confirm_deletion(len(pruning.prune))
+    deleted = 0
     for pruned in pruning.prune:
         item = pruned.checkpoint
-        cluster.delete_with("checkpoints", item.name, item.uid, with_data(item))
+        try:
+            cluster.delete_with("checkpoints", item.name, item.uid, with_data(item))
+        except NotFound:
+            continue  # the retention of the job has deleted it meanwhile
+        except CommandError as error:
+            raise CommandError(
+                f"{error}. {deleted} of {len(pruning.prune)} checkpoints are being deleted; repeat the "
+                "command for the others"
+            ) from error
+        deleted += 1
     say("the operator deletes them now; their objects go when the data is gone")
 
 
