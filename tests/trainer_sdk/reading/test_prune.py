@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,12 +15,12 @@ from tests.support.crash.traced import can_trace
 from tests.support.hang import HANG_SECONDS
 from tests.support.shards.folders import write_checkpoint
 from tests.support.shards.placements import Tensor
-from tests.support.tiers.stored_checkpoints import store_step, values
+from tests.support.tiers.stored_checkpoints import StoredStep, Values, store_step, values
 
 import holdfast
 from holdfast.reading.opening import verify
 from holdfast.reading.pruning import PrunePlan
-from holdfast_core.errors import ConfigError, CorruptionError
+from holdfast_core.errors import ConfigError, CorruptionError, TierError
 from holdfast_core.retention import BestMode, KeepBest, RetentionPolicy, RetentionReason
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
@@ -129,6 +130,9 @@ def test_the_best_of_a_metric_stay(tmp_path: Path) -> None:
     policy = RetentionPolicy(1, best=KeepBest("loss", BestMode.MIN, 1))
     with holdfast.open(tmp_path) as found:
         assert steps(found.plan_prune(policy))[1] == {4: Reason.KEEP_LAST, 2: Reason.KEEP_BEST}
+        misspelt = RetentionPolicy(1, best=KeepBest("los", BestMode.MIN, 1))
+        with pytest.raises(ConfigError, match=r"no checkpoint has the metric los \(found loss\)"):
+            found.plan_prune(misspelt)
         (shard,) = tmp_path.rglob("s000000000001-*/*.shard")
         shard.write_bytes(b"damaged")
         with pytest.raises(CorruptionError):  # it might be the best
@@ -188,6 +192,64 @@ def test_a_store_keeps_the_objects_that_others_need_and_leaves_none_behind(tmp_p
         assert folders == {f"s{step:012d}-r000000" for step in (3, 4, 5)}
     for one in made:
         one.close()
+
+
+def test_a_folder_whose_lock_cannot_be_taken_is_not_pruned(folder: Path) -> None:
+    (folder / ".prune").symlink_to(folder)
+    with holdfast.open(folder) as found:
+        plan = found.plan_prune(RetentionPolicy(1))
+        with pytest.raises(TierError, match=r"pruning .*: "):
+            found.prune(plan)
+        assert found.steps() == (1, 2, 3, 4, 5, 6)
+
+
+def test_every_kept_checkpoint_of_a_store_has_its_bytes_after_any_prunes(tmp_path: Path) -> None:
+    """Random steps share tensors with earlier ones, and random policies prune between the saves."""
+    random = np.random.default_rng(7)
+    root = tmp_path / "store"
+    root.mkdir()
+    saved: dict[int, Values] = {}
+    with closing(ObjectTier(DirectoryObjectStore(root))) as tier:
+        made: dict[int, StoredStep] = {}
+        for step in range(1, 25):
+            stored = sorted(made)
+            base = made[stored[-1]] if stored and random.random() < 0.8 else None
+            state = dict(values(step))
+            if base is not None:
+                before = saved[base.checkpoint.step]
+                state |= {name: before[name] for name in state if random.random() < 0.6}
+            shard_files = tmp_path / f"files-{step}"
+            shard_files.mkdir()
+            made[step] = store_step(tier, shard_files, step, state, base=base)
+            saved[step] = state
+            if random.random() < 0.4:
+                policy = RetentionPolicy(
+                    int(random.integers(1, 5)), every_steps=int(random.integers(2, 9))
+                )
+                with holdfast.open(root) as found:
+                    plan = found.plan_prune(policy)
+                    if len(plan.prune) > 1 and random.random() < 0.5:  # it was interrupted
+                        plan = replace(plan, prune=plan.prune[: len(plan.prune) // 2])
+                    found.prune(plan)
+                    if random.random() < 0.5:
+                        found.sweep()
+                    kept = found.steps()
+                for gone in made.keys() - set(kept):
+                    made.pop(gone).close()
+                assert len(kept) > 1 or step == 1
+                for one in kept:
+                    assert_stored(root, one, saved[one])
+        for left in made.values():
+            left.close()
+    assert len(made) < 20
+
+
+def assert_stored(root: Path, step: int, expected: Values) -> None:
+    """Assert that a step is whole, and that its tensors have these bytes."""
+    assert verify(root, step).bad == ()
+    with holdfast.open(root) as found, found.at(step) as opened:
+        for name, tensor in opened.tensors().items():
+            assert tensor.read().numpy().tobytes() == expected[name].tobytes(), (step, name)
 
 
 @pytest.mark.skipif(can_trace() is not None, reason=str(can_trace()))

@@ -426,7 +426,7 @@ def delete_unneeded(
     tier = DiskNodeTier(root / "tier", fill_limit=1.0, name="folder")
     tier.open()
     for checkpoint in wanted:
-        with one_at_a_time(root):
+        with disk_errors(f"pruning {root}"), one_at_a_time(root):
             needed = needed_in(root)
             reason = next((why for why, found in needed.items() if checkpoint in found), None)
             if reason is None:

@@ -108,8 +108,8 @@ class Checkpoints(Closing):
         The newest checkpoint that can be read is always kept, with what is newer, and in a folder what is
         pinned, what a process reads or has restored, and what waits for its upload.
 
-        Raises ConfigError for a policy without keep_last, which keeps all, and CorruptionError where the
-        policy asks for the best of a metric that cannot be read.
+        Raises ConfigError for a policy without keep_last, which keeps all, and for the best of a metric that
+        no checkpoint has, and CorruptionError where the metrics of one cannot be read.
         """
         from holdfast.reading.pruning import plan_prune
 

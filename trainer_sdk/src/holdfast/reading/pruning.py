@@ -6,13 +6,14 @@ it since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from holdfast.reading.source import CheckpointSource, ListedCheckpoint
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import ConfigError, FormatError, NotFoundError
 from holdfast_core.ids import CheckpointId, Level, TierName, age_of
+from holdfast_core.names import first_of
 from holdfast_core.retention import (
     Committed,
     RetentionPolicy,
@@ -56,14 +57,16 @@ def plan_prune(
     if policy.keep_last is None:
         raise ConfigError("prune: expected keep_last: without it every checkpoint is kept")
     listed = {one.id: one for one in source.listed()}
+    reported = {one.id: metrics(one) if policy.best else {} for one in listed.values()}
+    if policy.best is not None:
+        _expect_reported(policy.best.metric, reported.values())
     level = Level.LOCAL if source.tier is TierName.NODE else Level.PERSISTED
     needed: dict[RetentionReason, Collection[CheckpointId]] = dict(source.needed())
     needed[RetentionReason.QUARANTINED] = _newer_than_readable(source, listed.values())
     plan = plan_retention(
         RetentionState(
             tuple(
-                Committed(id_, level, one.saved_at, metrics(one) if policy.best else {})
-                for id_, one in listed.items()
+                Committed(id_, level, one.saved_at, reported[id_]) for id_, one in listed.items()
             ),
             policy,
             needed,
@@ -76,6 +79,15 @@ def plan_prune(
         for verdicts in (plan.prune, plan.keep)
     )
     return PrunePlan(prune, keep)
+
+
+def _expect_reported(metric: str, reported: Collection[Mapping[str, float]]) -> None:
+    """Raise ConfigError if no checkpoint has the metric: with a misspelt name, the best would be deleted."""
+    if reported and not any(metric in metrics for metrics in reported):
+        known = first_of(sorted({name for metrics in reported for name in metrics}))
+        raise ConfigError(
+            f"prune: no checkpoint has the metric {metric} (found {known or 'no metrics'}): correct the name"
+        )
 
 
 def _newer_than_readable(
