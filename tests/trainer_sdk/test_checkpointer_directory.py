@@ -341,6 +341,45 @@ def test_a_save_that_waits_for_a_slot_ends_when_no_persister_can_come(
     assert "has not replied" in (failure or ""), failure
 
 
+@pytest.mark.fault(
+    "A folder cannot be opened for a moment while the last save waits for a free slot"
+)
+def test_a_save_that_waits_for_a_slot_outlasts_a_folder_that_is_away_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, waits, acquire = {"t": torch.ones(4)}, threading.Event(), SlotRing.acquire
+    root = tmp_path / "ckpt"
+
+    def acquired(ring: SlotRing, *arguments: Any) -> Slot | None:
+        waits.set()
+        return acquire(ring, *arguments)
+
+    def take_away() -> None:
+        assert waits.wait(HANG_SECONDS)
+        (root / "tier").rename(root / "away")
+        (root / "tier").write_text("no directory")
+        for pid in persisters_of(os.getpid(), tmp_path):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: "cannot serve this rank" in caplog.text, "a persister that refuses")
+        time.sleep(0.5)  # the save looks at its slots some times
+        (root / "tier").unlink()
+        (root / "away").rename(root / "tier")
+
+    place = holdfast.Folder(root, slots=2)
+    with holdfast.Checkpointer(place, interval_steps=0) as ckpt, ThreadPoolExecutor(1) as other:
+        ckpt.save(1, state).wait("local", timeout=HANG_SECONDS)
+        for pid in persisters_of(os.getpid(), tmp_path):
+            stop(pid)
+        for step in (2, 3):
+            assert ckpt.save(step, state).failure is None
+        monkeypatch.setattr(SlotRing, "acquire", acquired)
+        returned = other.submit(take_away)
+        last = ckpt.save(4, state, is_last=True)
+        returned.result()
+        last.wait("local", timeout=HANG_SECONDS)
+    assert committed_step(root) == 4
+
+
 def test_a_persister_that_cannot_start_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,6 +247,9 @@ def _give_up(slot: Slot, handle: SaveHandle, why: str) -> None:
 
 
 _BUSY_WAIT_SECONDS = 600.0
+_REFUSED_SECONDS = 60.0
+"""For how long a save waits for a slot while each new process of its place refuses this rank: the training's
+last step would be lost with a folder that is away for less."""
 _LEAVE_WAIT_SECONDS = 30.0
 """Time to wait for a free slot when a loop is left. An exception that left it should not be delayed for
 long."""
@@ -394,7 +397,7 @@ class Saves:
         def while_busy() -> None:
             """Raise if the process that would free a slot has ended, with no other to follow."""
             nonlocal outage
-            outage = outage or Outage(self._session, self._place)
+            outage = outage or Outage(self._session, self._place, _REFUSED_SECONDS)
             outage.expect_end()
 
         if self._saver.save(handle, state, wait_seconds, metrics, while_busy):

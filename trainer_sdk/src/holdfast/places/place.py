@@ -248,9 +248,18 @@ def wait_connected(
 class Outage:
     """The time for which a session has had no connection, as seen by a caller that waits for its peer."""
 
-    def __init__(self, session: Session, place: Place) -> None:
+    def __init__(self, session: Session, place: Place, refusal_seconds: float = 0.0) -> None:
+        """Create an outage that has not begun.
+
+        Args:
+            session: The session.
+            place: The place that it connects to.
+            refusal_seconds: For how long a peer that refuses this rank may still change its mind: a folder
+                on a network can be away for a moment.
+        """
         self._session = session
         self._place = place
+        self._refusal_seconds = refusal_seconds
         self._began: float | None = None
 
     def expect_end(self) -> None:
@@ -263,6 +272,9 @@ class Outage:
             return
         now = time.monotonic()
         self._began = now if self._began is None else self._began
+        is_refused = self._session.hello_error is not None
+        if is_refused and now - self._began < self._refusal_seconds:
+            return
         error = self._place.reason_to_give_up(self._session, now - self._began)
         if error is not None:
             try:
