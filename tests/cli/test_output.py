@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from holdfast_cli.errors import CommandError, Exit, NotFound, StateError, UsageError, exit_of
-from holdfast_cli.output import Cell, Column, Format, Result, Table, rendered
+from holdfast_cli.output import Cell, Column, Format, Result, Table, rendered, say
 from holdfast_cli.progress import ByteProgress, progress_line
 from holdfast_core import errors
 
@@ -49,6 +49,17 @@ def test_a_table_is_aligned_and_its_wide_columns_are_left_out() -> None:
 
 def test_a_styled_cell_has_the_width_of_its_text() -> None:
     assert "\x1b[31mlonger\x1b[0m     -" in rendered(RESULT, Format.TABLE)
+
+
+def test_no_text_moves_the_cursor_or_changes_the_title(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\x1b]0;title\x07\r\u202eb\tc"
+    harmless = "a\\x1b]0;title\\x07\\r\\u202eb\tc"
+    table = Table(["NAME"], [(hostile,), (Cell(hostile + "\nd", "red"),)], headings=False)
+    result = Result(None, [f"{hostile}\nd", Cell(hostile), table])
+    text = click.unstyle(rendered(result, Format.TABLE))
+    assert text.splitlines() == [harmless, "d", harmless, harmless, harmless + "\\nd"]
+    say(f"{hostile}\nd")
+    assert capsys.readouterr().err == f"{harmless}\nd\n"
 
 
 def test_json_and_yaml_have_the_same_document() -> None:

@@ -23,7 +23,7 @@ import click
 from holdfast_cli.errors import CommandError, NotFound, StateError, UsageError
 from holdfast_cli.gangs import MAX_STREAMS, pods_of_members, ranks_of_pod, trainer_container
 from holdfast_cli.options import Session, place_options, target_argument
-from holdfast_cli.output import say
+from holdfast_cli.output import say, visible
 from holdfast_cli.targets import Kind, Target, named, without_step
 from holdfast_core.api import parse_duration
 from holdfast_core.clock import SystemClock, parse_stamp
@@ -50,7 +50,6 @@ _STEP = re.compile(
     r"(?<![\w.-])step[\"']?\s{0,4}[:=#]?\s{0,4}(\d{1,18})(?![\w.]*\d)", re.IGNORECASE
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _WORKER = f"{GROUP}/worker"
 _BIRTH = f"{GROUP}/birth-round"
 _MESSAGES = ("message", "msg", "event")
@@ -65,7 +64,7 @@ def printable(text: str) -> str:
     Of a line that a progress bar wrote over, the last version stays.
     """
     shown = _COLOURS.sub("", text).rstrip("\r").rpartition("\r")[2]
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], shown)
+    return visible(shown).replace("\n", "\\n")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +22,7 @@ from holdfast_cli.errors import Exit
 
 Style = Literal["", "dim", "bold", "red", "green", "yellow"]
 _GAP = "  "
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class Format(StrEnum):
@@ -82,7 +84,15 @@ def show(result: Result, format: Format) -> None:
 
 def say(message: str) -> None:
     """Print a message to stderr."""
-    click.echo(message, err=True)
+    click.echo(visible(message), err=True)
+
+
+def visible(text: str) -> str:
+    """Return text that moves no cursor and changes no title. Names and messages may be hostile.
+
+    Line feeds and tabs stay.
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def rendered(result: Result, format: Format) -> str:
@@ -125,9 +135,9 @@ def _plain(value: object) -> object:
 def _lines(line: Line, *, is_wide: bool) -> str:
     match line:
         case str():
-            return line
+            return visible(line)
         case Cell():
-            return _styled(line)
+            return _styled(Cell(visible(line.text), line.style))
         case Table():
             return _table(line, is_wide=is_wide)
 
@@ -152,9 +162,8 @@ def _table(table: Table, *, is_wide: bool) -> str:
 
 
 def _cell(value: object) -> Cell:
-    if isinstance(value, Cell):
-        return value
-    return Cell("-" if value is None else str(value))
+    cell = value if isinstance(value, Cell) else Cell("-" if value is None else str(value))
+    return Cell(visible(cell.text).replace("\n", "\\n"), cell.style)
 
 
 def _styled(cell: Cell) -> str:

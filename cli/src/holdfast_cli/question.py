@@ -7,6 +7,7 @@ import sys
 import click
 
 from holdfast_cli.errors import CommandError, UsageError
+from holdfast_cli.output import visible
 
 
 def confirm(question: str, *, refused: str, no_terminal: str) -> None:
@@ -23,6 +24,6 @@ def confirm(question: str, *, refused: str, no_terminal: str) -> None:
     """
     if sys.stdin is None or not sys.stdin.isatty():  # None: the shell has closed it
         raise UsageError(no_terminal)
-    click.echo(f"{question} [y/N] ", nl=False, err=True)
+    click.echo(f"{visible(question)} [y/N] ", nl=False, err=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise CommandError(refused)
