@@ -21,6 +21,7 @@ import holdfast
 from holdfast.reading.opening import verify
 from holdfast.reading.pruning import PrunePlan
 from holdfast_core.errors import ConfigError, CorruptionError, TierError
+from holdfast_core.node.files import TEMP_PREFIX
 from holdfast_core.retention import BestMode, KeepBest, RetentionPolicy, RetentionReason
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
@@ -242,6 +243,28 @@ def test_every_kept_checkpoint_of_a_store_has_its_bytes_after_any_prunes(tmp_pat
         for left in made.values():
             left.close()
     assert len(made) < 20
+
+
+def test_a_sweep_keeps_the_shards_of_an_upload_that_goes_on(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    with closing(ObjectTier(DirectoryObjectStore(root))) as tier:
+        store_step(tier, tmp_path, 1, values(1)).close()
+        store_step(tier, tmp_path, 2, values(2)).close()
+    (manifest,) = root.rglob("manifests/s000000000002/*")
+    manifest.unlink()
+    (shards,) = root.rglob("shards/s000000000002-*")
+    for path in shards.iterdir():
+        os.utime(path, (0, 0))
+    running = shards / f"{TEMP_PREFIX}0123"  # the shard of a rank that is being uploaded
+    running.touch()
+    before = sorted(shards.iterdir())
+    with holdfast.open(root) as found:
+        assert found.sweep() == 0
+        assert sorted(shards.iterdir()) == before
+        os.utime(running, (0, 0))
+        assert found.sweep() > 0
+        assert not [path for path in shards.glob("*") if path != running]
 
 
 def assert_stored(root: Path, step: int, expected: Values) -> None:

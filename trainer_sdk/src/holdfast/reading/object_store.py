@@ -22,8 +22,8 @@ from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName, 
 from holdfast_core.retention import RetentionReason
 from holdfast_core.store.drilled import StoredJob
 from holdfast_core.store.open import open_tier
-from holdfast_core.store.rules import QUIET, abandoned
-from holdfast_core.store.tier import ObjectTier
+from holdfast_core.store.rules import QUIET, STALE_UPLOADS, abandoned
+from holdfast_core.store.tier import Dead, ObjectTier
 from holdfast_core.store_url import StoreUrl
 from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import ShardSource
@@ -125,9 +125,18 @@ class StoreSource(Closing):
             yield checkpoint, None
 
     def sweep(self) -> int:
-        """Delete what no checkpoint needs, of a training that uploads nothing more. Return the bytes."""
+        """Delete what no checkpoint needs, of a training that uploads nothing more. Return the bytes.
+
+        An object that is half written, for less than a day, may be of an upload that goes on, and whose
+        other shards have been stored for hours: the newest round stays then.
+        """
         objects = self._tier.job(self.namespace, self.job_uid)
-        swept = objects.sweep(QUIET, lambda: partial(abandoned, ended=True))
+
+        def judge() -> Dead:
+            uploads = any(item.age < STALE_UPLOADS for item in objects.unfinished())
+            return partial(abandoned, ended=not uploads)
+
+        swept = objects.sweep(QUIET, judge)
         return sum(total.size_bytes for total in swept.values())
 
     def pin(self, checkpoint: CheckpointId) -> None:

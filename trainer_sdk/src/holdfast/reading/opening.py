@@ -136,8 +136,9 @@ class Checkpoints(Closing):
         """Delete objects of a store that no checkpoint needs. Return the number of bytes.
 
         Interrupted uploads and prunes leave such objects, and pruned checkpoints do as long as others need
-        them. Call it only where the training is over: it cannot know an upload of the newest round that goes
-        on. Objects of the last hour stay. In a folder the next save does the same.
+        them. Call it only where the training is over. Objects of the last hour stay, and those of the newest
+        round while an object is half written, for at most a day: an upload may go on. In a folder the next
+        save does the same.
         """
         return self._source.sweep()
 
