@@ -29,7 +29,7 @@ def page() -> str:
 
 def _section(name: str, command: click.Command) -> Iterator[str]:
     context = click.Context(command, info_name=name)
-    words = [word for one in command.params for word in one.get_usage_pieces(context)]
+    words = [w for one in command.params for w in one.get_usage_pieces(context) if w]
     yield f"## {' '.join([name, *words])}"
     yield ""
     yield (command.help or "").replace("|", "\\|")

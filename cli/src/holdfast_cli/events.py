@@ -22,7 +22,7 @@ from holdfast_core.names import JOB_UID_LABEL, job_prefix
 if TYPE_CHECKING:
     from holdfast_cli.cluster import ClusterClient
 
-INSTEAD = "A folder and a store have no Events"
+INSTEAD = "A folder and a store have no Events: `list` and `show` say what they hold"
 PAGE = 500
 """Events of one request. A namespace may have some ten thousand."""
 MAX_ROWS = 500

@@ -251,7 +251,8 @@ def _import_weights(target: PlaceTarget, format: Any, to: str, entry: str | None
         raise UsageError(f"weights have no step: omit @{target.step}")
     if isinstance(target, StoreTarget):
         raise UsageError(
-            f"import does not apply to the store {target}: expected a file or a folder with weights"
+            f"import reads weights of a folder or a file: copy the files to a folder from {target}. "
+            "store/NAME imports the checkpoints of a CheckpointStore"
         )
     source = Path(target.place).expanduser()
     if not source.exists():

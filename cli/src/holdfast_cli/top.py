@@ -222,11 +222,17 @@ def read_rows(cluster: ClusterClient, commits: CommitTimes, now: datetime) -> li
     help="Show one line for each job, those that need a person first: phase, step, age of the newest step "
     "in the store, goodput, restarts, and bytes in the store.",
 )
+@click.argument("named", metavar="", nargs=-1)
 @click.option("-w", "--watch", is_flag=True, help="Show it again every second, until Ctrl-C.")
 @everywhere_option
 @common_options
 @click.pass_obj
-def command(session: Session, watch: bool) -> Result:
+def command(session: Session, named: tuple[str, ...], watch: bool) -> Result:
+    if named:
+        raise UsageError(
+            f"top shows all jobs: omit {' '.join(named)}. `status` shows one job, and `list` shows the "
+            "checkpoints of a folder or a store"
+        )
     if watch and session.format in (Format.JSON, Format.YAML):
         raise UsageError(f"--watch shows tables only: omit it, or omit --output {session.format}")
     cluster = session.cluster()

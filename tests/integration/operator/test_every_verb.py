@@ -1,0 +1,308 @@
+"""Every verb on a folder, a bucket and a cluster: the exit code, and a piece of what it prints.
+
+The SDK wrote the folder, and uploaded it to the bucket, on MinIO. The cluster is a real API server with the
+objects that an operator would have written: a job whose checkpoints are in the bucket, and one that has lost
+all of its own. No operator runs, so that nothing changes between two commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.hang import HANG_SECONDS
+from tests.support.operator.builders import START, checkpoint, condition, status
+from tests.support.operator.operator_account import OperatorAccount
+from tests.support.operator.operator_bed import OperatorBed, opened_bed, training_job
+from tests.support.servers.minio_server import MinioServer
+
+import holdfast
+from holdfast_cli import cluster
+from holdfast_cli.injecting import ALLOWED, GAME_DAYS
+from holdfast_cli.program import VERBS, run
+from holdfast_core.api import JobPhase, LineageEntry, TrainingJob
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
+from holdfast_core.names import JOB_UID_LABEL, checkpoint_name, pod_name
+
+pytestmark = pytest.mark.integration
+
+STEPS = (1, 2, 3, 4)
+KINDS = ("folder", "bucket", "cluster")
+PREFIX = "runs"
+STORED = f"{PREFIX}/standalone/standalone"
+"""Where a training in a folder keeps its checkpoints in a bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One command, and how it ends."""
+
+    kind: str
+    words: str
+    """The verb and its arguments, with the names of the bed in braces."""
+    code: int
+    said: str
+    """A piece of stdout or stderr."""
+
+    @property
+    def verb(self) -> str:
+        return self.words.split()[0]
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.words}"
+
+
+ROWS = (
+    Row("folder", "completion {folder}", 2, "is not one of 'bash', 'zsh', 'fish'"),
+    Row("bucket", "completion {bucket}", 2, "is not one of 'bash', 'zsh', 'fish'"),
+    Row("cluster", "completion job/gpt", 2, "is not one of 'bash', 'zsh', 'fish'"),
+    Row("folder", "diff {folder}@3 {folder}@4", 0, "1 changed, 1 equal"),
+    Row("bucket", "diff {bucket}@3 {folder}@4", 0, "1 changed, 1 equal"),
+    Row("cluster", "diff job/gpt@3 checkpoint/{newest}", 0, "1 changed, 1 equal"),
+    Row("folder", "doctor {folder}", 2, "`verify` reads a checkpoint of a folder"),
+    Row("bucket", "doctor {bucket}", 2, "`verify` reads a checkpoint of a folder"),
+    Row("cluster", "doctor job/gpt", 1, "operator"),
+    Row("folder", "events {folder}", 2, "`list` and `show`"),
+    Row("bucket", "events {bucket}", 2, "`list` and `show`"),
+    Row("cluster", "events job/gpt", 0, "Trained as ever"),
+    Row("folder", "export {folder} --format hf --to {out}", 0, "exported step 4"),
+    Row("bucket", "export {bucket}@3 --format hf --to {out}", 0, "exported step 3"),
+    Row("cluster", "export job/gpt@3 --format torch --to {out}", 0, "exported step 3"),
+    Row("folder", "import {weights} --format hf --to {out}", 0, "as step 0"),
+    Row("bucket", "import {bucket} --format hf --to {out}", 2, "copy the files to a folder"),
+    # tests/cli/test_importing.py imports a store: its pod writes a log, which needs a kubelet.
+    Row("cluster", "import store/elsewhere", 5, "checkpointstores/elsewhere not found"),
+    Row("folder", "inject {folder} --kill rank=0", 2, "Send a signal to the process"),
+    Row("bucket", "inject {bucket} --kill rank=0", 2, "Send a signal to the process"),
+    Row("cluster", "inject job/gpt --kill pod=1 --yes", 0, "is being deleted"),
+    Row("folder", "list {folder}", 0, "PINNED"),
+    Row("bucket", "list {bucket}", 0, "PINNED"),
+    Row("cluster", "list job/gpt", 0, "{newest}"),
+    Row("folder", "logs {folder}", 2, "writes its log where it was started"),
+    Row("bucket", "logs {bucket}", 2, "writes its log where it was started"),
+    # tests/cli/test_logs.py shows lines: they come from a kubelet.
+    Row("cluster", "logs job/gpt", 6, "none of its pods has a log now"),
+    Row("folder", "merge {folder}@3 {folder}@4 --method mean --to {out}", 0, "merged 2 tensors"),
+    Row("bucket", "merge {bucket}@3 {folder}@4 --method mean --to {out}", 0, "merged 2 tensors"),
+    Row("cluster", "merge job/gpt@3 job/gpt@4 --method mean --to {out}", 0, "merged 2 tensors"),
+    Row("folder", "pin {folder}@4", 0, "is pinned"),
+    Row("bucket", "pin {bucket}@4", 2, "Pin it in the folder that uploads here"),
+    Row("cluster", "pin job/gpt@4", 0, "is pinned"),
+    Row("folder", "prune {folder} --keep-last 3 --yes", 0, "deleted 1 checkpoint"),
+    Row("bucket", "prune {bucket} --keep-last 2 --dry-run", 0, "keep 2: 2 one of the newest"),
+    Row("cluster", "prune job/gpt --keep-last 3 --yes", 0, "the operator deletes them now"),
+    Row("folder", "restart {folder} --from-start", 2, "when it starts (Checkpointer.restore)"),
+    Row("bucket", "restart {bucket} --from-start", 2, "when it starts (Checkpointer.restore)"),
+    Row("cluster", "restart job/lost --from-start --yes", 0, "lost starts over"),
+    Row("folder", "restore {folder}@4", 2, "when it starts (Checkpointer.restore)"),
+    Row("bucket", "restore {bucket}@4", 2, "when it starts (Checkpointer.restore)"),
+    Row("cluster", "restore job/gpt@3 --yes", 0, "gpt goes back to step 3"),
+    Row("folder", "save {folder}", 2, "by Checkpointer.save"),
+    Row("bucket", "save {bucket}", 2, "by Checkpointer.save"),
+    Row("cluster", "save job/gpt --pin", 0, "requested"),
+    Row("folder", "show {folder}@4", 0, "model.w"),
+    Row("bucket", "show {bucket}@4", 0, "model.w"),
+    Row("cluster", "show checkpoint/{newest}", 0, "model.w"),
+    Row("folder", "status {folder}", 2, "`list` shows the checkpoints of a folder"),
+    Row("bucket", "status {bucket}", 2, "`list` shows the checkpoints of a folder"),
+    Row("cluster", "status job/gpt", 0, "Running"),
+    Row("folder", "top {folder}", 2, "`list` shows the checkpoints of a folder"),
+    Row("bucket", "top {bucket}", 2, "`list` shows the checkpoints of a folder"),
+    Row("cluster", "top", 0, "gpt"),
+    Row("folder", "unpin {folder}@3", 0, "is not pinned"),
+    Row("bucket", "unpin {bucket}@3", 2, "Pin it in the folder that uploads here"),
+    Row("cluster", "unpin job/gpt@3", 0, "is not pinned"),
+    Row("folder", "verify {folder}@4", 0, "Intact"),
+    Row("bucket", "verify {bucket}@4", 0, "Intact"),
+    # test_drills.py and tests/cli/test_verifying.py wait for the drill: its pod needs a kubelet.
+    Row("cluster", "verify job/gpt@4 --no-wait", 0, "is requested"),
+)
+
+
+@dataclass
+class VerbBed:
+    """The places of the rows."""
+
+    names: dict[str, str]
+    """What the braces in a row stand for."""
+    namespace: str
+    bed: OperatorBed
+    minio: MinioServer
+
+    def add_job(self, name: str, **fields: Any) -> JobUid:
+        """Create a job whose status has these fields."""
+        body = training_job(object={"storeRef": {"name": "main"}, "every": {"steps": 10}})
+        body["metadata"]["name"] = name
+        made = self._create("trainingjobs", body)
+        known = status(lineage=(LineageEntry(round=RestartRound(0)),), **fields)
+        made["status"] = (
+            TrainingJob.from_dict(made).model_copy(update={"status": known}).to_dict()["status"]
+        )
+        self._write_status("trainingjobs", made)
+        return JobUid(made["metadata"]["uid"])
+
+    def add_pod(self, job: str, uid: JobUid, worker: int) -> None:
+        pods = f"/api/v1/namespaces/{self.namespace}/pods"
+        name = pod_name(job, uid, worker, 0)
+        body = {
+            "metadata": {"name": name, "labels": {JOB_UID_LABEL: uid}},
+            "spec": {
+                "nodeName": self.bed.kubelet.node,
+                "containers": [{"name": "trainer", "image": "x"}],
+            },
+        }
+        made = self.bed.plane.request("POST", pods, body)
+        made["status"] = {"phase": "Running"}
+        self.bed.plane.request("PUT", f"{pods}/{name}/status", made)
+
+    def add_store(self, name: str, endpoint: str) -> None:
+        s3 = {
+            "endpoint": endpoint,
+            "bucket": self.minio.bucket,
+            "prefix": PREFIX,
+            "credentialsSecretRef": {"name": "keys"},
+        }
+        kind = {"apiVersion": "holdfast.dev/v1alpha1", "kind": "CheckpointStore"}
+        self._create("checkpointstores", {**kind, "metadata": {"name": name}, "spec": {"s3": s3}})
+
+    def add_checkpoint(
+        self, job: str, uid: JobUid, step: int, *, finalizers: Sequence[str] = (), **fields: Any
+    ) -> str:
+        """Create the object of a step of the bucket. `fields` are those of `builders.checkpoint`."""
+        name = checkpoint_name(job, uid, CheckpointId(Step(step), RestartRound(0)))
+        known = checkpoint(
+            step, 0, name=name, job=job, job_uid=uid, bytes=100, committed_at=START, **fields
+        ).to_dict()
+        stored = {
+            "storeRef": {"name": known["status"]["store"]},
+            "jobUid": "standalone",
+            "jobNamespace": "standalone",
+            "round": 0,
+            "manifest": known["status"]["manifest"],
+            "bytes": 100,
+            "worldSize": 1,
+        }
+        metadata = {"name": name, "labels": {JOB_UID_LABEL: uid}, "finalizers": list(finalizers)}
+        body = {**known, "metadata": metadata, "spec": {**known["spec"], "stored": stored}}
+        made = self._create("checkpoints", body)
+        self._write_status("checkpoints", {**made, "status": known["status"]})
+        return name
+
+    def _create(self, plural: str, body: dict[str, Any]) -> dict[str, Any]:
+        return dict(self.bed.plane.request("POST", self.bed.path(plural), body))
+
+    def _write_status(self, plural: str, made: dict[str, Any]) -> None:
+        path = self.bed.path(plural, f"{made['metadata']['name']}/status")
+        self.bed.plane.request("PUT", path, made)
+
+
+def saved(folder: Path, url: str) -> None:
+    with holdfast.Checkpointer(
+        holdfast.Folder(folder, store=url, keep_last=9), when_busy="wait"
+    ) as ckpt:
+        for step in STEPS:
+            model = {"w": torch.full((64,), float(step)), "frozen": torch.ones(8)}
+            ckpt.save(step, {"model": model}).wait("persisted", timeout=HANG_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def minio() -> Iterator[MinioServer]:
+    with MinioServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def places(
+    account: OperatorAccount, minio: MinioServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VerbBed]:
+    root = tmp_path_factory.mktemp("verbs")
+    url = f"s3://{minio.bucket}/{PREFIX}"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in minio.client_environment().items():
+            patch.setenv(name, value)
+        saved(root / "ckpt", url)
+        names = {"folder": str(root / "ckpt"), "bucket": url, "weights": str(root / "weights")}
+        words = ["export", names["folder"], "--format", "hf", "--to", names["weights"]]
+        assert run(words, "holdfast") == 0
+    namespace = "every-verb"
+    with opened_bed(account, namespace, root) as bed:
+        account.plane.kubectl("label", "namespace", namespace, f"{GAME_DAYS}={ALLOWED}")
+        found = VerbBed(names, namespace, bed, minio)
+        found.add_store("main", f"http://{minio.endpoint}")
+        running = condition("Running", True, "Training")
+        uid = found.add_job("gpt", phase=JobPhase.RUNNING, step=Step(5), conditions=(running,))
+        for worker in (0, 1):
+            found.add_pod("gpt", uid, worker)
+        for step in STEPS:
+            names["newest"] = found.add_checkpoint("gpt", uid, step)
+        lost = condition("CheckpointsLost", True, "NothingLeft")
+        found.add_job("lost", phase=JobPhase.RESTARTING, conditions=(lost,))
+        record_event(found, uid)
+        yield found
+
+
+def record_event(places: VerbBed, uid: JobUid) -> None:
+    about = {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "namespace": places.namespace,
+        "name": "gpt",
+        "uid": uid,
+    }
+    body = {
+        "metadata": {"name": "gpt.1"},
+        "involvedObject": about,
+        "reason": "Trained",
+        "message": "Trained as ever",
+        "type": "Normal",
+        "lastTimestamp": "2026-01-01T00:00:00Z",
+    }
+    places.bed.plane.request("POST", f"/api/v1/namespaces/{places.namespace}/events", body)
+
+
+Command = Callable[[str, str], tuple[int, str]]
+
+
+@pytest.fixture
+def command(
+    places: VerbBed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Command:
+    """Return what runs `kubectl holdfast` with words, and returns the exit code and all that it prints.
+
+    The environment has the keys of the person. The address of the server is there for the bucket only. A
+    checkpoint of the cluster is found by what its CheckpointStore says.
+    """
+    monkeypatch.setattr(cluster, "KUBECONFIG", str(places.bed.plane.kubeconfig))
+
+    def run_words(kind: str, words: str) -> tuple[int, str]:
+        for name, value in places.minio.client_environment().items():
+            is_key = name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+            monkeypatch.setenv(name, value if is_key or kind == "bucket" else "")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "")
+        names = {**places.names, "out": str(tmp_path / "out")}
+        words = words.format(**names)
+        code = run(["-n", places.namespace, *words.split()], "kubectl holdfast")
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    return run_words
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_every_verb_on_a_folder_a_bucket_and_a_cluster(
+    places: VerbBed, command: Command, row: Row
+) -> None:
+    code, said = command(row.kind, row.words)
+    assert code == row.code, said
+    assert row.said.format(**places.names) in said
+
+
+def test_each_verb_has_a_row_for_each_kind_of_target() -> None:
+    assert {(row.verb, row.kind) for row in ROWS} == {(v, kind) for v in VERBS for kind in KINDS}
