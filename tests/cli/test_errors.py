@@ -19,6 +19,8 @@ import pytest
 from tests.support.operator.builders import checkpoint, job, status
 from tests.support.servers.ports import free_port
 
+from holdfast_cli import program
+from holdfast_cli.program import VERBS
 from holdfast_core.api import LineageEntry
 from holdfast_core.ids import JobUid, RestartRound, Step
 from holdfast_core.names import pod_name
@@ -178,6 +180,89 @@ def test_an_api_server_that_cannot_be_reached(tmp_path: Path) -> None:
     line = complaint(config, "status", "gpt")
     assert f"{url} of context here cannot be reached" in line
     assert "refused" in line and "check that the cluster runs" in line
+
+
+ON_A_CLUSTER = {
+    "diff": ("job/gpt@1", "job/gpt@2"),
+    "events": ("gpt",),
+    "export": ("job/gpt", "--format", "hf", "--to", "out"),
+    "import": ("store/main",),
+    "inject": ("gpt", "--kill", "rank=0", "--yes"),
+    "list": (),
+    "logs": ("gpt",),
+    "merge": ("job/gpt@1", "job/gpt@2", "--method", "mean", "--to", "out"),
+    "pin": ("job/gpt@1",),
+    "prune": ("gpt", "--yes"),
+    "restart": ("gpt", "--from-start", "--yes"),
+    "restore": ("gpt@1", "--yes"),
+    "save": ("gpt",),
+    "show": ("job/gpt",),
+    "status": (),
+    "top": (),
+    "unpin": ("job/gpt@1",),
+    "verify": ("job/gpt",),
+}
+
+
+@pytest.mark.fault("The CLI cannot reach the API server")
+@pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"completion", "doctor"}))
+def test_every_verb_says_which_api_server_cannot_be_reached(
+    tmp_path: Path,
+    verb: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`completion` has no names then, and `doctor` is a list of what is wrong."""
+    url = f"http://127.0.0.1:{free_port()}"
+    config = kubeconfig(tmp_path / "config", url, {"here": None}, "here")
+    monkeypatch.setattr("holdfast_cli.cluster.KUBECONFIG", str(config))
+    assert program.run([verb, *ON_A_CLUSTER[verb]], "kubectl holdfast") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{url} of context here cannot be reached" in err
+
+
+@pytest.mark.fault("The CLI meets custom resources of another version")
+def test_a_cluster_with_another_version_of_the_custom_resources(
+    server: ApiServer, config: Path
+) -> None:
+    server.answers["GET"] = 404, "404 page not found\n"
+    versions = [{"version": "v1beta1"}, {"version": "v1"}]
+    groups = [{"name": "apps", "versions": []}, {"name": "holdfast.dev", "versions": versions}]
+    server.answers["/apis/"] = 200, json.dumps({"groups": groups})
+    line = complaint(config, "list", code=6)
+    assert "checkpoints.holdfast.dev of version v1beta1, v1 only" in line
+    assert "install the holdfast-cli of the release" in line
+
+
+@pytest.mark.fault("The CLI meets custom resources of another version")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("show", "checkpoint/gpt-1"),
+        ("pin", "checkpoint/gpt-1"),
+        ("verify", "checkpoint/gpt-1"),
+        ("export", "checkpoint/gpt-1", "--format", "hf", "--to", "out"),
+        ("restore", "job@40", "--yes"),
+        ("prune", "job", "--yes"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_object_with_a_value_of_a_later_version(
+    training: ApiServer, config: Path, words: tuple[str, ...]
+) -> None:
+    later = checkpoint(40, 3, name="gpt-1").to_dict()
+    later["status"]["phase"] = "Frozen"
+    training.answers["/checkpoints"] = 200, json.dumps({"items": [later]})
+    training.answers["/checkpoints/gpt-1"] = 200, json.dumps(later)
+    line = complaint(config, *words, code=6)
+    assert "Checkpoint gpt-1 is of another version: status.phase has the value 'Frozen'" in line
+    assert training.bodies == []
+
+
+def test_a_job_that_is_being_deleted_saves_no_more(server: ApiServer, config: Path) -> None:
+    server.answer({"metadata": {"name": "gpt", "deletionTimestamp": "2026-01-01T00:00:00Z"}})
+    assert "gpt is being deleted, and saves no more" in complaint(config, "save", "gpt", code=6)
 
 
 def test_an_api_server_that_speaks_another_protocol(tmp_path: Path, server: ApiServer) -> None:

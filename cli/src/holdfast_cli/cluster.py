@@ -16,7 +16,7 @@ from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION as KUBECO
 from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 from urllib3.exceptions import HTTPError, ProtocolError
 
-from holdfast_cli.errors import CommandError, NotFound, UsageError
+from holdfast_cli.errors import CommandError, NotFound, StateError, UsageError
 from holdfast_cli.gangs import (
     KINDS,
     MAX_STREAMS,
@@ -317,11 +317,29 @@ class ClusterClient:
             )
         except ApiException as error:
             kind = NotFound if _is_missing_object(error) else CommandError
+            if error.status == 404 and kind is CommandError and (served := self._served()):
+                raise StateError(
+                    f"the API server {self.server} of context {self.context} has {plural}.{GROUP} of "
+                    f"version {', '.join(served)} only, and this program knows {VERSION}: install the "
+                    "holdfast-cli of the release in the cluster"
+                ) from error
             raise kind(self._refused(error, what, plural)) from error
         except (HTTPError, OSError) as error:
             if tries > 1 and isinstance(error, ProtocolError):
                 return self._request(what, call, plural, *arguments, tries=tries - 1, **options)
             raise CommandError(self._unreachable(str(error))) from error
+
+    def _served(self) -> list[str]:
+        """Return the versions of the custom resources of Holdfast. Empty: it is not installed."""
+        try:
+            reply = client.ApisApi(self.api).get_api_versions(
+                _preload_content=False, _request_timeout=REQUEST_SECONDS
+            )
+        except (ApiException, HTTPError, OSError):
+            return []
+        groups = {group["name"]: group["versions"] for group in json.loads(reply.data)["groups"]}
+        versions = [str(one["version"]) for one in groups.get(GROUP, [])]
+        return [] if VERSION in versions else versions
 
     def _unreachable(self, cause: str) -> str:
         return (

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast_cli.errors import NotFound
+from holdfast_cli.errors import NotFound, StateError
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.names import checkpoint_name, member_pod_names
+
+if TYPE_CHECKING:
+    from holdfast_core.api.base import ApiModel
+
+    M = TypeVar("M", bound=ApiModel)
 
 VERSION = "v1alpha1"
 """Version of the custom resources."""
@@ -17,6 +22,26 @@ KINDS = {"TrainingJob": "trainingjobs", "CheckpointAdoption": "checkpointadoptio
 """Plural of each kind of gang."""
 MAX_STREAMS = 64
 """Logs that are read at the same time."""
+
+
+def parsed(kind: type[M], raw: Mapping[str, Any]) -> M:
+    """Parse an object of the API.
+
+    Raises:
+        StateError: It has a value that only another version of the custom resources knows.
+    """
+    from pydantic import ValidationError  # here, because completion and --help need no models
+
+    try:
+        return kind.from_dict(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise StateError(
+            f"{kind.__name__} {raw['metadata']['name']} is of another version: {field} has the value "
+            f"{first['input']!r}, which this program does not know. `kubectl holdfast doctor` compares the "
+            "versions; install the holdfast-cli of the release in the cluster"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

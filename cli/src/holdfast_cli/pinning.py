@@ -7,6 +7,7 @@ import click
 from holdfast.reading.opening import open_checkpoints
 from holdfast_cli.cluster import ClusterClient
 from holdfast_cli.errors import StateError, UsageError
+from holdfast_cli.gangs import parsed
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Result
 from holdfast_cli.places import place_of
@@ -60,7 +61,7 @@ def pin_object(cluster: ClusterClient, target: ClusterTarget, *, pin: bool) -> R
     verb = "pin" if pin else "unpin"
     if target.kind is Kind.JOB and target.step is None:
         raise UsageError(f"{verb}: expected {target}@STEP, or checkpoint/NAME")
-    item = Checkpoint.from_dict(cluster.checkpoint_of(target))
+    item = parsed(Checkpoint, cluster.checkpoint_of(target))
     name, phase = item.name, item.status.phase
     if target.kind is None and target.step is None and name != target.name:
         raise UsageError(f"{verb}: {target} is a job: expected {target}@STEP, or checkpoint/NAME")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from holdfast.base.settings import apply_environment, current_environment
 from holdfast_cli.errors import NotFound, StateError, UsageError
+from holdfast_cli.gangs import parsed
 from holdfast_cli.options import Session
 from holdfast_cli.targets import FolderTarget, PlaceTarget, StoreTarget, Target
 from holdfast_core.api import Checkpoint, CheckpointPhase, CheckpointStore
@@ -36,9 +37,9 @@ def place_of(session: Session, target: Target) -> PlaceTarget:
     if isinstance(target, StoreTarget):
         return target
     cluster = session.cluster(target)
-    checkpoint = Checkpoint.from_dict(cluster.checkpoint_of(target))
+    checkpoint = parsed(Checkpoint, cluster.checkpoint_of(target))
     name = expect_stored(checkpoint)
-    store = CheckpointStore.from_dict(cluster.get("checkpointstores", name))
+    store = parsed(CheckpointStore, cluster.get("checkpointstores", name))
     env = current_environment()
     of_person = {key: value for key, value in env.items() if key not in session.variables}
     for variable, value in variables_of(store, of_person).items():

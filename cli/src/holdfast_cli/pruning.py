@@ -20,6 +20,7 @@ import click
 from holdfast.reading.opening import Checkpoints, open_checkpoints
 from holdfast.reading.pruning import PrunePlan
 from holdfast_cli.errors import CommandError, NotFound, StateError, UsageError
+from holdfast_cli.gangs import parsed
 from holdfast_cli.options import Session, common_options, target_argument, yes_option
 from holdfast_cli.output import Column, Format, Result, Table, say, show
 from holdfast_cli.places import place_of
@@ -102,7 +103,7 @@ def summary(number: int, size_bytes: int, kept: Mapping[RetentionReason, int]) -
 
 def parse_gang(raw: Mapping[str, Any]) -> Gang:
     kind = next(kind for kind in GANGS if raw["kind"] == kind.KIND)
-    return kind.from_dict(raw)
+    return parsed(kind, raw)
 
 
 def plan_pruning(
@@ -282,7 +283,7 @@ def prune_store(
 ) -> None:
     """Show the plan of a job, and delete what it names after a question."""
     gang = parse_gang(cluster.gang(job))
-    checkpoints = [Checkpoint.from_dict(c) for c in cluster.items("checkpoints")]
+    checkpoints = [parsed(Checkpoint, c) for c in cluster.items("checkpoints")]
     gangs = [parse_gang(raw) for raw in cluster.gangs()]
     pruning = plan_pruning(gang, checkpoints, gangs, SystemClock().utc_now(), keep_last=keep_last)
     table = [pruning_table(pruning)] if pruning.prune else []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast_cli.errors import NotFound, StateError, UsageError
-from holdfast_cli.gangs import KINDS, obstacle_to_order, obstacle_to_start_over
+from holdfast_cli.gangs import KINDS, obstacle_to_order, obstacle_to_start_over, parsed
 from holdfast_cli.options import Session, common_options, target_argument, yes_option
 from holdfast_cli.output import Result
 from holdfast_cli.pruning import parse_gang
@@ -239,7 +239,7 @@ def forked(
 def own_checkpoints(cluster: ClusterClient, gang: Gang) -> Sequence[Checkpoint]:
     """Return the Checkpoints that a gang has committed."""
     found = cluster.checkpoints({"metadata": {"uid": gang.metadata.uid}})
-    return [Checkpoint.from_dict(raw) for raw in found]
+    return [parsed(Checkpoint, raw) for raw in found]
 
 
 def newest_on_nodes(gang: Gang) -> set[Step]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast_cli.errors import CommandError
+from holdfast_cli.errors import CommandError, StateError
 from holdfast_cli.gangs import VERSION
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Result, say
@@ -40,6 +40,10 @@ def command(session: Session, target: Target, name: str | None, pin: bool, wait:
 def save(cluster: ClusterClient, job: str, name: str, *, pin: bool, wait: bool) -> Result:
     """Create the Checkpoint, and wait until it is committed if that is wanted."""
     gang = cluster.gang(job)
+    if gang["metadata"].get("deletionTimestamp"):
+        raise StateError(
+            f"{job} is being deleted, and saves no more: `kubectl holdfast list {job}` lists what it has"
+        )
     created = cluster.create(
         "checkpoints",
         {

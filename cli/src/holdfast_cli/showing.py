@@ -10,6 +10,7 @@ import click
 
 from holdfast.reading.describing import CheckpointDescription, OtherCheckpoint
 from holdfast.reading.opening import open_checkpoints
+from holdfast_cli.gangs import parsed
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Cell, Column, Format, Line, Result, Table, say
 from holdfast_cli.places import place_of
@@ -72,7 +73,7 @@ def command(session: Session, target: Target, pattern: str) -> Result:
         found = _described(place_of(session, target))
         return Result(found, description_lines(found, pattern, is_wide=is_wide))
     raw = session.cluster(target).checkpoint_of(target)
-    checkpoint = Checkpoint.from_dict(raw)
+    checkpoint = parsed(Checkpoint, raw)
     contents, unread = None, None
     try:
         contents = _described(place_of(session, ClusterTarget(checkpoint.name, Kind.CHECKPOINT)))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast_cli.errors import CommandError, Exit, NotFound, StateError, UsageError
+from holdfast_cli.gangs import parsed
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Result, say
 from holdfast_cli.places import place_of
@@ -146,7 +147,7 @@ def drill(
         StateError: The checkpoint cannot be drilled, or was deleted meanwhile.
         CommandError: It was not read to its end.
     """
-    checkpoint = _fit(Checkpoint.from_dict(cluster.get("checkpoints", name)))
+    checkpoint = _fit(parsed(Checkpoint, cluster.get("checkpoints", name)))
     trigger = f"{stamp(SystemClock().utc_now())}-{secrets.token_hex(3)}"
     wanted = {"trigger": trigger, "restore": restore, "worldSize": world_size}
     cluster.patch("checkpoints", name, {"spec": {"verify": wanted}})
@@ -156,7 +157,7 @@ def drill(
     shown = ""
     while True:
         try:
-            checkpoint = Checkpoint.from_dict(cluster.get("checkpoints", name))
+            checkpoint = parsed(Checkpoint, cluster.get("checkpoints", name))
         except NotFound as error:
             raise StateError(
                 f"checkpoint {name} was deleted meanwhile: nothing is known"

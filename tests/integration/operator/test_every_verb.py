@@ -7,6 +7,8 @@ all of its own. No operator runs, so that nothing changes between two commands.
 
 from __future__ import annotations
 
+import shutil
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +21,20 @@ from tests.support.operator.builders import START, checkpoint, condition, status
 from tests.support.operator.operator_account import OperatorAccount
 from tests.support.operator.operator_bed import OperatorBed, opened_bed, training_job
 from tests.support.servers.minio_server import MinioServer
+from tests.support.servers.ports import free_port
 
 import holdfast
 from holdfast_cli import cluster
 from holdfast_cli.injecting import ALLOWED, GAME_DAYS
 from holdfast_cli.program import VERBS, run
 from holdfast_core.api import JobPhase, LineageEntry, TrainingJob
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.names import JOB_UID_LABEL, checkpoint_name, pod_name
 
 pytestmark = pytest.mark.integration
 
+KEEPER = "example.com/keeper"
 STEPS = (1, 2, 3, 4)
 KINDS = ("folder", "bucket", "cluster")
 PREFIX = "runs"
@@ -122,6 +127,91 @@ ROWS = (
     Row("cluster", "verify job/gpt@4 --no-wait", 0, "is requested"),
 )
 
+BAD_ROWS = (
+    # What does not exist.
+    *(
+        Row(kind, words.format(place=place), 5, "expected step 9, found")
+        for kind, place in (("folder", "{folder}"), ("bucket", "{bucket}"))
+        for words in (
+            "diff {place}@9 {place}@4",
+            "export {place}@9 --format hf --to {{out}}",
+            "merge {place}@9 {place}@4 --method mean --to {{out}}",
+            "show {place}@9",
+            "verify {place}@9",
+        )
+    ),
+    *(
+        Row("cluster", words, 5, "trainingjobs/nothing and checkpointadoptions/nothing not found")
+        for words in (
+            "diff job/nothing job/gpt@4",
+            "events job/nothing",
+            "export job/nothing --format hf --to {out}",
+            "inject job/nothing --kill rank=0 --yes",
+            "logs job/nothing",
+            "merge job/nothing job/gpt@4 --method mean --to {out}",
+            "pin job/nothing@4",
+            "prune job/nothing --yes",
+            "restart job/nothing --from-start --yes",
+            "restore job/nothing@4 --yes",
+            "save job/nothing",
+            "show job/nothing",
+            "status job/nothing",
+            "unpin job/nothing@4",
+            "verify job/nothing",
+        )
+    ),
+    Row("cluster", "show checkpoint/nothing", 5, "checkpoints/nothing not found"),
+    Row("cluster", "show job/gpt@9", 5, "`kubectl holdfast list gpt` lists what it has"),
+    Row("cluster", "restore job/odd@9 --yes", 5, "no checkpoint of step 9 is known"),
+    # What is being deleted.
+    *(
+        Row("cluster", words, 6, "is being deleted")
+        for words in (
+            "diff checkpoint/{deleting} job/gpt@4",
+            "export checkpoint/{deleting} --format hf --to {out}",
+            "inject job/leaving --kill pod=0 --yes",
+            "merge checkpoint/{deleting} job/gpt@4 --method mean --to {out}",
+            "pin checkpoint/{deleting}",
+            "restart job/leaving --from-start --yes",
+            "restore job/leaving@4 --yes",
+            "restore job/odd@1 --yes",
+            "save job/leaving",
+            "unpin checkpoint/{deleting}",
+            "verify checkpoint/{deleting}",
+        )
+    ),
+    Row("cluster", "show checkpoint/{deleting}", 0, "`kubectl holdfast list odd"),
+    # What is quarantined, or only on nodes.
+    Row("cluster", "restore job/odd@2 --yes", 6, "quarantined"),
+    Row("cluster", "restore job/odd@2 --to-new-job fork --yes", 6, "quarantined"),
+    Row("cluster", "show checkpoint/{quarantined}", 0, "failurePolicy.releasedSteps of odd"),
+    Row("cluster", "export checkpoint/{local} --format hf --to {out}", 6, "not in an object store"),
+    Row("cluster", "verify checkpoint/{local}", 6, "not in an object store"),
+    # What is pinned stays.
+    Row("cluster", "prune job/odd --keep-last 2 --dry-run", 0, "pinned"),
+    # A store that is down.
+    Row("cluster", "diff checkpoint/{away} checkpoint/{away}", 1, "Connection refused"),
+    Row("cluster", "export checkpoint/{away} --format hf --to {out}", 1, "Connection refused"),
+    Row("cluster", "show checkpoint/{away}", 0, "what it holds is not shown"),
+    # What is damaged, and what a newer release wrote.
+    *(
+        Row("folder", words.format(place=place), code, said)
+        for place, code, said in (
+            ("{damaged}", 3, "rank"),
+            ("{newer}", 6, "a newer release of Holdfast wrote it"),
+        )
+        for words in (
+            "diff {place}@4 {{folder}}@3",
+            "export {place}@4 --format hf --to {{out}}",
+            "merge {place}@4 {{folder}}@3 --method mean --to {{out}}",
+            "verify {place}@4",
+        )
+    ),
+)
+"""Bad input. tests/cli/test_errors.py has the API server that is down, and objects of another version;
+tests/cli/test_pruning.py what a clone protects, and tests/cli/test_reading_verbs.py the store of a job of
+somebody else."""
+
 
 @dataclass
 class VerbBed:
@@ -133,10 +223,10 @@ class VerbBed:
     bed: OperatorBed
     minio: MinioServer
 
-    def add_job(self, name: str, **fields: Any) -> JobUid:
+    def add_job(self, name: str, *, finalizers: Sequence[str] = (), **fields: Any) -> JobUid:
         """Create a job whose status has these fields."""
         body = training_job(object={"storeRef": {"name": "main"}, "every": {"steps": 10}})
-        body["metadata"]["name"] = name
+        body["metadata"] = {"name": name, "finalizers": list(finalizers)}
         made = self._create("trainingjobs", body)
         known = status(lineage=(LineageEntry(round=RestartRound(0)),), **fields)
         made["status"] = (
@@ -159,6 +249,10 @@ class VerbBed:
         made["status"] = {"phase": "Running"}
         self.bed.plane.request("PUT", f"{pods}/{name}/status", made)
 
+    def leave(self, plural: str, name: str) -> None:
+        """Delete an object, which a finalizer of another program keeps."""
+        self.bed.plane.request("DELETE", self.bed.path(plural, name))
+
     def add_store(self, name: str, endpoint: str) -> None:
         s3 = {
             "endpoint": endpoint,
@@ -177,8 +271,9 @@ class VerbBed:
         known = checkpoint(
             step, 0, name=name, job=job, job_uid=uid, bytes=100, committed_at=START, **fields
         ).to_dict()
+        is_stored = fields.get("persisted", True)
         stored = {
-            "storeRef": {"name": known["status"]["store"]},
+            "storeRef": {"name": known["status"].get("store")},
             "jobUid": "standalone",
             "jobNamespace": "standalone",
             "round": 0,
@@ -187,7 +282,8 @@ class VerbBed:
             "worldSize": 1,
         }
         metadata = {"name": name, "labels": {JOB_UID_LABEL: uid}, "finalizers": list(finalizers)}
-        body = {**known, "metadata": metadata, "spec": {**known["spec"], "stored": stored}}
+        spec = {**known["spec"], "stored": stored} if is_stored else known["spec"]
+        body = {**known, "metadata": metadata, "spec": spec}
         made = self._create("checkpoints", body)
         self._write_status("checkpoints", {**made, "status": known["status"]})
         return name
@@ -228,6 +324,7 @@ def places(
         names = {"folder": str(root / "ckpt"), "bucket": url, "weights": str(root / "weights")}
         words = ["export", names["folder"], "--format", "hf", "--to", names["weights"]]
         assert run(words, "holdfast") == 0
+    add_odd_folders(names)
     namespace = "every-verb"
     with opened_bed(account, namespace, root) as bed:
         account.plane.kubectl("label", "namespace", namespace, f"{GAME_DAYS}={ALLOWED}")
@@ -242,7 +339,48 @@ def places(
         lost = condition("CheckpointsLost", True, "NothingLeft")
         found.add_job("lost", phase=JobPhase.RESTARTING, conditions=(lost,))
         record_event(found, uid)
+        add_odd_objects(found)
         yield found
+
+
+def add_odd_objects(places: VerbBed) -> None:
+    """Create what the rows of bad input name."""
+    places.add_store("away", f"http://127.0.0.1:{free_port()}")
+    training = {"phase": JobPhase.RUNNING, "conditions": (condition("Running", True, "Training"),)}
+    second = CheckpointId(Step(2), RestartRound(0))
+    uid = places.add_job("odd", step=Step(9), quarantined=(second,), **training)
+    quarantined = (
+        condition("Committed", True, "Committed"),
+        condition("Persisted", True, "Persisted"),
+        condition("Quarantined", True, "DigestMismatch"),
+        condition("Restorable", False, "Quarantined"),
+    )
+    places.names |= {
+        "deleting": places.add_checkpoint("odd", uid, 1, finalizers=[KEEPER]),
+        "quarantined": places.add_checkpoint("odd", uid, 2, conditions=quarantined),
+        "pinned": places.add_checkpoint("odd", uid, 3, pin=True),
+        "local": places.add_checkpoint("odd", uid, 4, persisted=False, store=None),
+        "away": places.add_checkpoint("odd", uid, 5, store="away"),
+        "last": places.add_checkpoint("odd", uid, 6),
+    }
+    places.leave("checkpoints", places.names["deleting"])
+    leaving = places.add_job("leaving", finalizers=[KEEPER], step=Step(9), **training)
+    places.add_pod("leaving", leaving, 0)
+    places.leave("trainingjobs", "leaving")
+
+
+def add_odd_folders(names: dict[str, str]) -> None:
+    """Copy the folder: with a wrong byte in step 4, and with a manifest of a newer release."""
+    folder = Path(names["folder"])
+    for name in ("damaged", "newer"):
+        names[name] = str(shutil.copytree(folder, folder.with_name(name)))
+    (shard,) = Path(names["damaged"]).glob("tier/*/shards/s000000000004-*/*.shard")
+    data = bytearray(shard.read_bytes())
+    data[data.index(struct.pack("<f", 4.0) * 64)] ^= 1
+    shard.write_bytes(data)
+    (manifest,) = Path(names["newer"]).glob("tier/*/manifests/s000000000004/*.json")
+    text = manifest.read_text().splitlines()[0].replace('"formatVersion":1', '"formatVersion":99')
+    manifest.write_text(f"{text}\n{digest_of(text.encode())}\n")
 
 
 def record_event(places: VerbBed, uid: JobUid) -> None:
@@ -302,6 +440,16 @@ def test_every_verb_on_a_folder_a_bucket_and_a_cluster(
     code, said = command(row.kind, row.words)
     assert code == row.code, said
     assert row.said.format(**places.names) in said
+
+
+@pytest.mark.parametrize("row", BAD_ROWS, ids=str)
+def test_bad_input_is_answered_with_its_state_and_exit_code(
+    places: VerbBed, command: Command, tmp_path: Path, row: Row
+) -> None:
+    code, said = command(row.kind, row.words)
+    assert code == row.code, said
+    assert row.said.format(**places.names) in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_each_verb_has_a_row_for_each_kind_of_target() -> None:

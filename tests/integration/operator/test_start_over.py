@@ -62,7 +62,7 @@ def test_a_job_that_may_not_waits_for_the_command(empty_bed: OperatorBed) -> Non
     empty_bed.start_operator()
     empty_bed.train(job_with("0s"))
     refused = restart(empty_bed)
-    assert refused.returncode == 1
+    assert refused.returncode == 6
     assert "gpt trains" in refused.stderr
     lose_everything(empty_bed)
     lost = "CheckpointsLost"
@@ -73,4 +73,4 @@ def test_a_job_that_may_not_waits_for_the_command(empty_bed: OperatorBed) -> Non
     empty_bed.until("a start over", lambda: "restorePoint" in empty_bed.status())
     assert empty_bed.status()["lineage"] == [{"round": 1}]
     empty_bed.until("the end of the wait", lambda: empty_bed.condition(lost)["status"] == "False")
-    assert restart(empty_bed).returncode == 1, "it waits for nothing any more"
+    assert restart(empty_bed).returncode == 6, "it waits for nothing any more"
