@@ -7,10 +7,11 @@ for a completion.
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Sequence
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import CompletionItem, ShellComplete, get_completion_class
 
 from holdfast_cli.options import Session
 from holdfast_cli.output import Result
@@ -82,3 +83,26 @@ def _names(session: Session, kinds: Sequence[Kind]) -> list[tuple[Kind, str]]:
         return []
     lines = [line.partition("/") for line in done.stdout.splitlines()]
     return [(resources[what], name) for what, _, name in lines if what in resources]
+
+
+_ONLY_NAMES, _ALSO_FILES = 4, 0
+"""Directives of cobra, by which kubectl also offers files or does not."""
+
+
+def for_kubectl() -> None:
+    """Complete `kubectl holdfast ...`, for which kubectl runs kubectl_complete-holdfast with the words.
+
+    The last word is the incomplete one. Each line of the answer has a choice and its help behind a tab, and
+    the last line a colon and a directive of cobra.
+    """
+    from holdfast_cli.program import cli
+
+    *words, incomplete = sys.argv[1:] or [""]
+    session = Session("kubectl holdfast")
+    shell = ShellComplete(cli, {"obj": session}, session.program, "")
+    found = shell.get_completions(words, incomplete)
+    for item in found:
+        if item.type == "plain":
+            click.echo("\t".join(filter(None, (item.value, item.help))))
+    has_files = any(item.type != "plain" for item in found)
+    click.echo(f":{_ALSO_FILES if has_files else _ONLY_NAMES}")

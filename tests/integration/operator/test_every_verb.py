@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import shutil
 import struct
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,8 @@ from tests.support.hang import HANG_SECONDS
 from tests.support.operator.builders import START, checkpoint, condition, status
 from tests.support.operator.operator_account import OperatorAccount
 from tests.support.operator.operator_bed import OperatorBed, opened_bed, training_job
+from tests.support.operator.waiting import poll
+from tests.support.servers.control_plane import find_binary
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.ports import free_port
 
@@ -34,6 +39,7 @@ from holdfast_core.names import JOB_UID_LABEL, checkpoint_name, pod_name
 
 pytestmark = pytest.mark.integration
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 KEEPER = "example.com/keeper"
 STEPS = (1, 2, 3, 4)
 KINDS = ("folder", "bucket", "cluster")
@@ -440,6 +446,37 @@ def test_every_verb_on_a_folder_a_bucket_and_a_cluster(
     code, said = command(row.kind, row.words)
     assert code == row.code, said
     assert row.said.format(**places.names) in said
+
+
+def test_kubectl_completes_verbs_and_names(places: VerbBed, tmp_path: Path) -> None:
+    """By the programs that cli/pyproject.toml installs, in a folder of PATH."""
+    project = tomllib.loads((REPOSITORY / "cli/pyproject.toml").read_text())
+    scripts = project["project"]["scripts"]
+    for name, entry in scripts.items():
+        module, function = entry.split(":")
+        program = tmp_path / name
+        program.write_text(f"#!{sys.executable}\nfrom {module} import {function}\n{function}()\n")
+        program.chmod(0o755)
+    kubectl = find_binary("kubectl")
+    config = str(places.bed.plane.kubeconfig)
+    env = {"HOME": str(tmp_path), "KUBECONFIG": config, "PATH": f"{tmp_path}:{kubectl.parent}"}
+
+    def completed(*words: str) -> list[str]:
+        done = subprocess.run(
+            [kubectl, "__complete", "holdfast", *words],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
+            check=True,
+        )
+        return [line.partition("\t")[0] for line in done.stdout.splitlines()]
+
+    assert completed("re") == ["restart", "restore", ":4"]
+    jobs = ["gpt", "leaving", "lost", "odd", ":4"]
+    words = ("restore", "-n", places.namespace, "")
+    poll("names, for which a slow kubectl has two seconds", lambda: completed(*words) == jobs)
+    assert completed("show", "./ck") == [":0"], "the shell completes files"
 
 
 @pytest.mark.parametrize("row", BAD_ROWS, ids=str)
