@@ -14,6 +14,7 @@ from tests.support.hang import HANG_SECONDS
 from tests.support.tiers.stored_checkpoints import store_step, values
 
 import holdfast
+from holdfast_cli import progress
 from holdfast_cli.program import run
 from holdfast_cli.pruning import Rules
 from holdfast_core.retention import BestMode, KeepBest, RetentionPolicy
@@ -127,6 +128,21 @@ def test_two_checkpoints_are_compared(saved: Path, capsys: pytest.CaptureFixture
     document = json.loads(out)
     assert document["equal"] is False
     assert document["diff"]["changes"][0]["norm"] == 4.0
+
+
+def test_what_takes_long_says_how_far_it_is(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    for words in (
+        ["verify", f"{saved}@4"],
+        ["export", f"{saved}@4", "--format", "hf", "--to", tmp_path / "hf"],
+        ["merge", f"{saved}@3", f"{saved}@4", "--method", "mean", "--to", tmp_path / "mean"],
+        ["diff", f"{saved}@3", f"{saved}@4"],
+    ):
+        code, _, err = command(capsys, *words)
+        assert code == 0, err
+        assert "ing: 100% of " in err.splitlines()[-1], "a log shows it, if it takes ten seconds"
 
 
 def test_a_folder_is_pruned_and_pins_hold(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

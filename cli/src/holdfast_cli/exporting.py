@@ -13,6 +13,7 @@ from holdfast.convert.selection import CASTS
 from holdfast_cli.options import Session, TargetType, common_options, target_argument
 from holdfast_cli.output import Result
 from holdfast_cli.places import place_of
+from holdfast_cli.progress import ByteProgress
 from holdfast_cli.targets import Kind, Target
 from holdfast_core.names import first_of
 
@@ -61,7 +62,8 @@ def command(
 ) -> Result:
     place = place_of(session, target)
     wanted = Export(place.place, format, to.absolute(), place.step, entry, dtype, config_from)
-    step = export(wanted)
+    with ByteProgress("exporting") as progress:
+        step = export(wanted, progress.advance)
     return Result(
         {"step": step, "source": place.place, "to": to},
         [f"exported step {step} of {place.place} to {to}"],
@@ -115,7 +117,8 @@ def merging(
     places = [place_of(session, target) for target in targets]
     sources = tuple(SourceStep(place.place, place.step) for place in places)
     wanted = Merge(sources, Method.parse(method), to.absolute(), entry, dtype, config_from, threads)
-    report = merge(wanted)
+    with ByteProgress("merging") as progress:
+        report = merge(wanted, progress.advance)
     return Result({"report": report, "to": to}, _text(report, entry, to))
 
 

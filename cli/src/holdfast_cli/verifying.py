@@ -20,6 +20,7 @@ from holdfast_cli.gangs import parsed
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Result, say
 from holdfast_cli.places import place_of
+from holdfast_cli.progress import ByteProgress
 from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, Target
 from holdfast_core.api import Checkpoint, CheckpointCondition, CheckpointPhase, size_text
 from holdfast_core.clock import SystemClock, stamp
@@ -110,7 +111,8 @@ def verify_place(target: PlaceTarget, *, restore: bool, world_size: int | None) 
     if restore and world_size is None:
         with open_checkpoints(target.place) as opened, opened.at(target.step) as saved:
             world_size = drill_world_size(saved.world_size)
-    report = verify(target.place, target.step, world_size)
+    with ByteProgress("verifying") as shown:
+        report = verify(target.place, target.step, world_size, shown.advance)
     return _of_report(report, target.place, world_size).result()
 
 

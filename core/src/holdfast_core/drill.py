@@ -222,8 +222,15 @@ class DrillRequest:
     """Number of ranks for which to assemble the state. None: it is not assembled."""
 
 
+Progress = Callable[[int, int], object]
+"""Receives the payload bytes of a shard after they were read, and those of all shards."""
+
+
 def drill(
-    place: DrillPlace, request: DrillRequest, now: Callable[[], float] = time.monotonic
+    place: DrillPlace,
+    request: DrillRequest,
+    now: Callable[[], float] = time.monotonic,
+    progress: Progress = lambda read, total: None,
 ) -> DrillReport:
     """Read one checkpoint and return what was found. Blocks for as long as its bytes take.
 
@@ -239,7 +246,7 @@ def drill(
     if size is not None and not 1 <= size <= MAX_DRILL_RANKS:
         raise ConfigError(f"world size {size}: expected 1 to {MAX_DRILL_RANKS} ranks")
     began = now()
-    reading = _Drill(place, request)
+    reading = _Drill(place, request, progress)
     manifest = reading.look(_MANIFEST, reading.manifest)
     tensors, not_restorable = None, ""
     if manifest is not None:
@@ -286,9 +293,10 @@ def newest_of(
 class _Drill:
     """The reads of one drill."""
 
-    def __init__(self, place: DrillPlace, request: DrillRequest) -> None:
+    def __init__(self, place: DrillPlace, request: DrillRequest, progress: Progress) -> None:
         self._place = place
         self._request = request
+        self._progress = progress
         self._verifier = place.verifier(request.checkpoint)
         self.read_bytes = 0
         self.bad: list[BadPart] = []
@@ -320,8 +328,11 @@ class _Drill:
 
     def read_all(self, manifest: Manifest) -> None:
         """Read all shards, layouts and markers of references."""
+        total = sum(shard.payload_bytes for shard in manifest.shards)
         for shard in manifest.shards:
-            self.look(f"shard of rank {shard.rank}", partial(self._shard, manifest, shard.rank))
+            self.look(
+                f"shard of rank {shard.rank}", partial(self._shard, manifest, shard.rank, total)
+            )
             self.look(f"layout of rank {shard.rank}", partial(self._layout, manifest, shard.rank))
         for earlier in self._verifier.missing_references():
             text = f"no marker keeps the objects of {earlier}, which this checkpoint needs"
@@ -347,8 +358,10 @@ class _Drill:
         if checkpoint not in known and not lacks_manifest:
             raise NotFoundError(f"{checkpoint} was deleted while it was read")
 
-    def _shard(self, manifest: Manifest, rank: Rank) -> None:
-        self.read_bytes += self._verifier.verify(manifest.ref(rank), manifest.shards[rank])
+    def _shard(self, manifest: Manifest, rank: Rank, total_bytes: int) -> None:
+        read = self._verifier.verify(manifest.ref(rank), manifest.shards[rank])
+        self.read_bytes += read
+        self._progress(read, total_bytes)
 
     def _layout(self, manifest: Manifest, rank: Rank) -> None:
         _layout_of(self._place, manifest, rank)

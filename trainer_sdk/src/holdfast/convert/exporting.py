@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from holdfast.convert.safetensors_files import write_model
+from holdfast.convert.safetensors_files import Progress, write_model
 from holdfast.convert.selection import entry_of
 from holdfast.convert.torch_files import write_dcp, write_torch
 from holdfast.reading.checkpoint import SavedCheckpoint
@@ -50,8 +50,10 @@ class Export:
     """Folder with config.json, tokenizer and other files to copy, for hf."""
 
 
-def export(wanted: Export) -> int:
+def export(wanted: Export, progress: Progress = lambda written, total: None) -> int:
     """Write the export and return the step. The output appears completely or not at all.
+
+    `progress` hears of the parts of hf; the libraries of the other formats write at their end.
 
     Raises ConfigError for a target that exists, NotFoundError, CorruptionError, and errors of the disk.
     """
@@ -62,7 +64,7 @@ def export(wanted: Export) -> int:
         if wanted.format == "hf":
             tensors = entry_of(saved, wanted.entry or DEFAULT_ENTRY, wanted.dtype)
             with complete_folder(wanted.target) as partial:
-                write_model(partial, tensors)
+                write_model(partial, tensors, progress=progress)
                 copy_config(wanted.config_from, partial)
         elif wanted.format == "dcp":
             state = _state(saved, wanted.entry)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.convert.exporting import DEFAULT_ENTRY, complete_folder, copy_config, expect_config
-from holdfast.convert.safetensors_files import write_model
+from holdfast.convert.safetensors_files import Progress, write_model
 from holdfast.convert.selection import CASTS, PartMaker, entry_of
 from holdfast.reading.checkpoint import Box, LazyTensor, SavedCheckpoint
 from holdfast.reading.opening import Checkpoints, open_checkpoints
@@ -271,7 +271,7 @@ def _bfloat(values: Floats) -> Floats:
     return bits
 
 
-def merge(wanted: Merge) -> MergeReport:
+def merge(wanted: Merge, progress: Progress = lambda written, total: None) -> MergeReport:
     """Write the merged tensors as safetensors files. The output appears completely or not at all.
 
     Raises ConfigError for a target that exists and for weights that do not fit the sources,
@@ -288,7 +288,8 @@ def merge(wanted: Merge) -> MergeReport:
         newest = sources[-1].saved
         with complete_folder(wanted.target) as partial_folder:
             with ThreadPoolExecutor(threads, "holdfast-merge") as pool:
-                write_model(partial_folder, tensors, run=partial(_in_order, pool, threads + 1))
+                run = partial(_in_order, pool, threads + 1)
+                write_model(partial_folder, tensors, run=run, progress=progress)
             copy_config(wanted.config_from, partial_folder)
         return MergeReport(
             len(tensors),

@@ -62,6 +62,10 @@ RunParts = Callable[[Iterator[PartMaker]], Iterable[memoryview]]
 """Makes parts, and returns them in the same order."""
 
 
+Progress = Callable[[int, int], object]
+"""Receives the bytes that were written since its last call, and the bytes of the whole output."""
+
+
 def _one_by_one(parts: Iterator[PartMaker]) -> Iterator[memoryview]:
     return (part() for part in parts)
 
@@ -72,6 +76,7 @@ def write_model(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     run: RunParts = _one_by_one,
+    progress: Progress = lambda written, total: None,
 ) -> None:
     """Write the tensors into files of at most `max_file_bytes`, and an index if there are several.
 
@@ -82,6 +87,7 @@ def write_model(
         name: tensor_bytes(tensor.stored_dtype, tensor.shape, name)
         for name, tensor in tensors.items()
     }
+    total = sum(sizes.values())
     groups: list[dict[str, W]] = [{}]
     size = 0
     for name in sorted(tensors):
@@ -95,12 +101,12 @@ def write_model(
         file = (
             _SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         )
-        _write_file(folder / file, group, run)
+        _write_file(folder / file, group, run, lambda written: progress(written, total))
         sys.audit("holdfast.export.file_written")
         weight_map |= dict.fromkeys(group, file)
     if len(groups) > 1:
         index = {
-            "metadata": {"total_size": sum(sizes.values())},
+            "metadata": {"total_size": total},
             "weight_map": dict(sorted(weight_map.items())),
         }
         with disk_errors(f"writing {folder / INDEX}"):
@@ -157,7 +163,9 @@ def _read_indexed(source: Path, index: Path) -> dict[str, Any]:
     return tensors
 
 
-def _write_file(path: Path, tensors: Mapping[str, W], run: RunParts) -> None:
+def _write_file(
+    path: Path, tensors: Mapping[str, W], run: RunParts, written: Callable[[int], object]
+) -> None:
     header: dict[str, Any] = {METADATA_NAME: {"format": "pt"}}
     # Larger elements come first, so that each tensor begins at a multiple of its element size.
     order = sorted(
@@ -179,6 +187,7 @@ def _write_file(path: Path, tensors: Mapping[str, W], run: RunParts) -> None:
         file.write(_LENGTH.pack(len(text)) + text)
         for part in run(part for name in order for part in tensors[name].parts()):
             file.write(part)
+            written(part.nbytes)
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from holdfast.base.settings import current_environment
 from holdfast.directory.choice import JOB_UID, refuse_old_layout
 from holdfast.reading.checkpoint import SavedCheckpoint
 from holdfast.reading.source import CheckpointSource, FolderSource, ListedCheckpoint
-from holdfast_core.drill import DrillReport, DrillRequest, drill, newest_of
+from holdfast_core.drill import DrillReport, DrillRequest, Progress, drill, newest_of
 from holdfast_core.errors import FormatError, NotFoundError
 from holdfast_core.ids import CheckpointId
 from holdfast_core.store_url import StoreUrl
@@ -199,13 +199,18 @@ def open_checkpoints(path_or_url: str | os.PathLike[str]) -> Checkpoints:
 
 
 def verify(
-    path_or_url: str | os.PathLike[str], step: int | None = None, world_size: int | None = None
+    path_or_url: str | os.PathLike[str],
+    step: int | None = None,
+    world_size: int | None = None,
+    progress: Progress = lambda read, total: None,
 ) -> DrillReport:
     """Read every byte of a checkpoint, and compare all digests. Nothing is changed.
 
     path_or_url: the folder or store, as for `open_checkpoints`.
     step: the step; without it the newest checkpoint.
     world_size: number of ranks for which the state is assembled as well, and compared.
+    progress: receives the bytes of each shard after it was read, and the bytes of all. Bytes that several
+      shards share are read once.
 
     Raises what `open_checkpoints` raises, and NotFoundError where there is no such checkpoint.
     """
@@ -214,7 +219,8 @@ def verify(
         checkpoint = newest_of(place, step)
         claim = source.claim(checkpoint)
         try:
-            return drill(place, DrillRequest(source.job_uid, checkpoint, world_size=world_size))
+            request = DrillRequest(source.job_uid, checkpoint, world_size=world_size)
+            return drill(place, request, progress=progress)
         finally:
             del claim
 
