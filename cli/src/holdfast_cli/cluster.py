@@ -317,7 +317,7 @@ class ClusterClient:
             )
         except ApiException as error:
             kind = NotFound if _is_missing_object(error) else CommandError
-            if error.status == 404 and kind is CommandError and (served := self._served()):
+            if error.status == 404 and kind is CommandError and (served := _served(self.api)):
                 raise StateError(
                     f"the API server {self.server} of context {self.context} has {plural}.{GROUP} of "
                     f"version {', '.join(served)} only, and this program knows {VERSION}: install the "
@@ -328,18 +328,6 @@ class ClusterClient:
             if tries > 1 and isinstance(error, ProtocolError):
                 return self._request(what, call, plural, *arguments, tries=tries - 1, **options)
             raise CommandError(self._unreachable(str(error))) from error
-
-    def _served(self) -> list[str]:
-        """Return the versions of the custom resources of Holdfast. Empty: it is not installed."""
-        try:
-            reply = client.ApisApi(self.api).get_api_versions(
-                _preload_content=False, _request_timeout=REQUEST_SECONDS
-            )
-        except (ApiException, HTTPError, OSError):
-            return []
-        groups = {group["name"]: group["versions"] for group in json.loads(reply.data)["groups"]}
-        versions = [str(one["version"]) for one in groups.get(GROUP, [])]
-        return [] if VERSION in versions else versions
 
     def _unreachable(self, cause: str) -> str:
         return (
@@ -420,6 +408,19 @@ class ClusterClient:
                 labels = dict(_LABEL.findall(labels_text))
                 tiers.setdefault(int(labels["rank"]), {})[labels["tier"]] = int(float(value))
         return tiers
+
+
+def _served(api: Any) -> list[str]:
+    """Return the versions of the custom resources of Holdfast. Empty: it is not installed."""
+    try:
+        reply = client.ApisApi(api).get_api_versions(
+            _preload_content=False, _request_timeout=REQUEST_SECONDS
+        )
+    except (ApiException, HTTPError, OSError):
+        return []
+    groups = {group["name"]: group["versions"] for group in json.loads(reply.data)["groups"]}
+    versions = [str(one["version"]) for one in groups.get(GROUP, [])]
+    return [] if VERSION in versions else versions
 
 
 def _is_missing_object(error: ApiException) -> bool:
