@@ -20,11 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 18410,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
+    "core": 18430,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
     "operator": 14140,
     "sidecar": 8570,
-    "trainer_sdk": 17950,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
-    "cli": 5090,
+    "trainer_sdk": 18000,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
+    "cli": 5180,
 }
 """Most lines of code of each package."""
 

@@ -241,7 +241,7 @@ def steps(place: Path) -> tuple[int, ...]:
     [
         ("./model.pt", 5, "there is no file or folder ./model.pt"),
         ("model.pt", 5, "there is no file or folder model.pt"),
-        ("s3://bucket/weights", 2, "import does not apply to the store s3://bucket/weights"),
+        ("s3://bucket/weights", 2, "copy the files to a folder from s3://bucket/weights"),
     ],
 )
 def test_weights_are_imported_from_a_file_or_a_folder(

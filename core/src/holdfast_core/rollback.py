@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from holdfast_core.api import Checkpoint, CheckpointPhase, Gang, on_lineage
+from holdfast_core.api import (
+    Checkpoint,
+    CheckpointCondition,
+    CheckpointPhase,
+    Gang,
+    on_lineage,
+)
 from holdfast_core.ids import Step, age_of
 from holdfast_core.store_retention import quarantined
 
@@ -53,7 +59,10 @@ def find_unfit(
         return Unfit(True, text)
     id_ = max(present, key=age_of)
     named, item = f"step {step} of round {id_.round}", objects.get(id_)
-    if id_ in quarantined(gang):
+    # A drill marks the Checkpoint before the status of the job follows.
+    by_drill = item is not None and item.status.is_true(CheckpointCondition.QUARANTINED)
+    is_released = step in gang.spec.failure_policy.released_steps
+    if id_ in quarantined(gang) or (by_drill and not is_released):
         text = f"{named} is quarantined: failurePolicy.releasedSteps releases it, or choose another one"
         return Unfit(True, f"{text}; {listed}")
     if id_ in status.missing:

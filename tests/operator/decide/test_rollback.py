@@ -63,6 +63,13 @@ BASE = status(
 STORED = tuple(checkpoint(step, round_) for step, round_ in ((20, 0), (30, 0), (40, 2), (55, 2)))
 
 
+def bad(of: Checkpoint) -> Checkpoint:
+    """Return the Checkpoint after a drill has found damage."""
+    mark = condition("Quarantined", True, "Damaged")
+    conditions = (*of.status.conditions, mark)
+    return changed(of, status=changed(of.status, conditions=conditions))
+
+
 def observed(
     step: int | None = 40,
     round_: int = 2,
@@ -132,6 +139,12 @@ def test_the_next_round_begins_with_all_pods_and_counts_no_restart() -> None:
             Reason.CHECKPOINT_NOT_RESTORABLE,
             "",
             id="quarantined",
+        ),
+        pytest.param(
+            observed(checkpoints=(*STORED[:2], bad(checkpoint(40, 2)), STORED[3])),
+            Reason.CHECKPOINT_NOT_RESTORABLE,
+            "step 40 of round 2 is quarantined",
+            id="quarantined by a drill",
         ),
         pytest.param(
             observed(state=changed(BASE, missing=(CheckpointId(Step(40), RestartRound(2)),))),

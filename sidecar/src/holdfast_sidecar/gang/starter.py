@@ -147,6 +147,8 @@ class Starter:
         state = self._pod.current()
         self._gang.running_round = hello.round
         self._last_round = hello.last_round
+        if hello.round is None and hello.last_round == state.round:
+            self._run = None  # No round runs twice in a pod.
         self.push_plan()
         if hello.round == state.round:
             self._gang.barrier_open = True
