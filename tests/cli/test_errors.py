@@ -322,7 +322,7 @@ def test_a_cluster_without_the_custom_resources(server: ApiServer, config: Path)
 def test_a_checkpoint_that_exists_already(server: ApiServer, config: Path) -> None:
     server.answer({"metadata": {"name": "gpt", "uid": "u"}, "status": {"step": 5}})
     server.refuse(409, 'checkpoints.holdfast.dev "mine" already exists', "POST")
-    line = complaint(config, "save", "gpt", "--name", "mine")
+    line = complaint(config, "save", "gpt", "--name", "mine", code=6)
     assert "checkpoints/mine exists already" in line and "--name" in line
 
 

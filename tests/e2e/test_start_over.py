@@ -66,7 +66,7 @@ def test_a_job_that_may_not_start_over_waits_for_one_command(scenario):
     job.wait_replicated(10)
     job.wait("the commit in the status", lambda: "lastCommittedStep" in job.status)
     refused = _restart(job)
-    assert refused.returncode == 1
+    assert refused.returncode == 6, refused.stderr
     assert "would lose step" in refused.stderr, refused.stderr
     _lose_two(job)
     lost = job.wait_condition("CheckpointsLost", "True", 180)

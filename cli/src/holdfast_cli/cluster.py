@@ -316,7 +316,9 @@ class ClusterClient:
                 **options,
             )
         except ApiException as error:
-            kind = NotFound if _is_missing_object(error) else CommandError
+            kind: type[CommandError] = NotFound if _is_missing_object(error) else CommandError
+            if error.status == 409 and not _is_changed(error):
+                kind = StateError  # it exists already
             if error.status == 404 and kind is CommandError and (served := _served(self.api)):
                 raise StateError(
                     f"the API server {self.server} of context {self.context} has {plural}.{GROUP} of "
@@ -370,7 +372,7 @@ class ClusterClient:
                 )
             case 404:
                 return self._not_found(what)
-            case 409 if message is not None and "modified" in message:
+            case 409 if _is_changed(error):
                 return f"{what} has changed meanwhile: repeat the command"
             case 409:
                 return (
@@ -426,6 +428,12 @@ def _served(api: Any) -> list[str]:
 def _is_missing_object(error: ApiException) -> bool:
     """Return whether the server knows the resource and has no such object."""
     return error.status == 404 and _status_message(error) is not None
+
+
+def _is_changed(error: ApiException) -> bool:
+    """Return whether the object has changed since it was read. Otherwise a 409 says that it exists."""
+    message = _status_message(error)
+    return message is not None and "modified" in message
 
 
 def _status_message(error: ApiException) -> str | None:
