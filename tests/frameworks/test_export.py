@@ -11,7 +11,8 @@ from torch.distributed import checkpoint as untyped
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import holdfast
-from holdfast.__main__ import main
+from holdfast.conversion import Import, import_weights
+from holdfast.convert.exporting import Export, export
 
 dcp: Any = untyped
 
@@ -53,25 +54,23 @@ def trained(folder: Path) -> GPT2LMHeadModel:
 def test_weights_go_from_save_pretrained_through_a_training_to_from_pretrained(
     base: Path, tmp_path: Path
 ) -> None:
-    folder, out = str(tmp_path / "ckpt"), str(tmp_path / "out")
-    assert main(["import", str(base), "--format", "hf", "--to", folder]) == 0
+    folder, out = str(tmp_path / "ckpt"), tmp_path / "out"
+    import_weights(Import(base, "hf", folder))
     model = trained(tmp_path / "ckpt")
-    words = ["export", folder, "--format", "hf", "--to", out, "--config-from", str(base)]
-    assert main(words) == 0
+    export(Export(folder, "hf", out, config_from=base))
     assert_same(GPT2LMHeadModel.from_pretrained(out), model)
-    assert main([*words[:5], f"{out}16", *words[6:], "--dtype", "bfloat16"]) == 0
-    found = GPT2LMHeadModel.from_pretrained(f"{out}16", dtype=torch.bfloat16)
+    export(Export(folder, "hf", tmp_path / "out16", dtype="bfloat16", config_from=base))
+    found = GPT2LMHeadModel.from_pretrained(tmp_path / "out16", dtype=torch.bfloat16)
     assert_same(found, model.bfloat16())
 
 
 def test_weights_go_from_dcp_through_a_training_to_dcp(tmp_path: Path) -> None:
     state: Any = {"model": tiny(1).state_dict()}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "base"), no_dist=True)
-    words = ["import", str(tmp_path / "base"), "--format", "dcp", "--to", str(tmp_path / "ckpt")]
-    assert main(words) == 0
+    folder, out = str(tmp_path / "ckpt"), tmp_path / "out"
+    import_weights(Import(tmp_path / "base", "dcp", folder))
     model = trained(tmp_path / "ckpt")
-    out = tmp_path / "out"
-    assert main(["export", str(tmp_path / "ckpt"), "--format", "dcp", "--to", str(out)]) == 0
+    export(Export(folder, "dcp", out))
     found = tiny(3)
     state = {"model": found.state_dict()}
     dcp.load(state, storage_reader=dcp.FileSystemReader(out), no_dist=True)
