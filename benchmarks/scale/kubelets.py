@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.operator.played_kubelet import EMPTY_STORE
 from tests.support.operator.played_sidecar import PlayedSidecar
 
 from benchmarks.scale.gangs import REPORT_SECONDS, Gang, GangSidecar
@@ -31,16 +32,7 @@ from holdfast_operator.watch.reflector import Collection, Reflector
 
 _CONCURRENT = 24
 _PROBED = {"available": True, "reason": "Probed", "message": "ok", "features": {}}
-_LISTED = {
-    "bytes": 0,
-    "objects": 0,
-    "checkpoints": 0,
-    "orphans": {},
-    "swept": {"objects": 0, "bytes": 0},
-    "namespaces": [],
-    "jobs": [],
-}
-_REPORTS = {f"store-{StoreVerb.PROBE}": _PROBED, f"store-{StoreVerb.USAGE}": _LISTED}
+_REPORTS = {f"store-{StoreVerb.PROBE}": _PROBED, f"store-{StoreVerb.USAGE}": EMPTY_STORE}
 """Termination messages of the pods that run a command in a store, by their component."""
 
 

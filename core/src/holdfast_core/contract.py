@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from enum import IntEnum, StrEnum
 from typing import Annotated, Any, ClassVar, Self, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -79,6 +80,28 @@ def is_endpoint(text: object) -> bool:
         return True
     match = _ENDPOINT.fullmatch(text)
     return match is not None and int(match.group(2) or 1) < 65536
+
+
+def parse_endpoint(endpoint: str, advice: str) -> tuple[str, bool]:
+    """Return host and port of the server of a store, and whether it is reached by TLS.
+
+    Args:
+        endpoint: URL of the server without a path.
+        advice: End of the message for any other text: what to correct.
+
+    Raises:
+        ConfigError: It is no such URL.
+    """
+    parts = urlsplit(endpoint)
+    if (
+        parts.scheme not in ("http", "https")
+        or parts.path.strip("/")
+        or not is_endpoint(parts.netloc)
+    ):
+        raise ConfigError(
+            f"the endpoint of the store is {endpoint!r}: expected https://host or http://host:port{advice}"
+        )
+    return parts.netloc, parts.scheme == "https"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,18 @@ T = TypeVar("T")
 _NOW = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
 
 
+EMPTY_STORE = {
+    "bytes": 0,
+    "objects": 0,
+    "checkpoints": 0,
+    "orphans": {},
+    "swept": {"objects": 0, "bytes": 0},
+    "namespaces": [],
+    "jobs": [],
+}
+"""The report of a listing of a store without objects."""
+
+
 @dataclass
 class PlayedKubelet:
     """Kubelet double of one node.
@@ -46,17 +58,7 @@ class PlayedKubelet:
     """Sidecars by pod name."""
     probe_answer: str = ""
     """The termination message of every store probe that `answer_probes` finds."""
-    usage_answer: str = json.dumps(
-        {
-            "bytes": 0,
-            "objects": 0,
-            "checkpoints": 0,
-            "orphans": {},
-            "swept": {"objects": 0, "bytes": 0},
-            "namespaces": [],
-            "jobs": [],
-        }
-    )
+    usage_answer: str = json.dumps(EMPTY_STORE)
     """The termination message of every listing of a store that it finds."""
 
     def __post_init__(self) -> None:

@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
-from holdfast_core.contract import StoreConfig, is_endpoint
+from holdfast_core.contract import StoreConfig, parse_endpoint
 from holdfast_core.errors import ConfigError
 from holdfast_core.store.s3.secret_files import SecretFiles
 from holdfast_core.store_url import StoreUrl
@@ -114,19 +113,12 @@ class AzureSettings:
     def store_config(self, url: StoreUrl) -> StoreConfig:
         """Return the configuration of a container. Raises ConfigError for an invalid endpoint."""
         endpoint = self.env.get("AZURE_STORAGE_ENDPOINT") or default_endpoint(url.account)
-        parts = urlsplit(endpoint)
-        if (
-            parts.scheme not in ("http", "https")
-            or parts.path.strip("/")
-            or not is_endpoint(parts.netloc)
-        ):
-            raise ConfigError(
-                f"the endpoint of the store is {endpoint!r}: expected https://host or http://host:port, "
-                "without the account as its path; correct AZURE_STORAGE_ENDPOINT"
-            )
+        host, secure = parse_endpoint(
+            endpoint, ", without the account as its path; correct AZURE_STORAGE_ENDPOINT"
+        )
         return StoreConfig(
-            endpoint=parts.netloc,
-            secure=parts.scheme == "https",
+            endpoint=host,
+            secure=secure,
             bucket=url.bucket,
             prefix=url.prefix,
             region="",

@@ -22,14 +22,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from minio.credentials.credentials import Credentials
 from minio.credentials.providers import IamAwsProvider, WebIdentityProvider
 from urllib3 import PoolManager, Retry, Timeout
 from urllib3.exceptions import HTTPError
 
-from holdfast_core.contract import StoreConfig, is_endpoint
+from holdfast_core.contract import StoreConfig, parse_endpoint
 from holdfast_core.errors import ConfigError, UnavailableError
 from holdfast_core.store.s3.secret_files import SecretFiles
 from holdfast_core.store_url import StoreUrl
@@ -153,19 +152,13 @@ class AwsSettings:
             or profile.get("endpoint_url")
             or f"https://s3.{region}.amazonaws.com{_suffix(region)}"
         )
-        parts = urlsplit(endpoint)
-        if (
-            parts.scheme not in ("http", "https")
-            or parts.path.strip("/")
-            or not is_endpoint(parts.netloc)
-        ):
-            raise ConfigError(
-                f"the endpoint of the store is {endpoint!r}: expected https://host or http://host:port; "
-                "correct AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or endpoint_url of the profile"
-            )
+        host, secure = parse_endpoint(
+            endpoint,
+            "; correct AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or endpoint_url of the profile",
+        )
         return StoreConfig(
-            endpoint=parts.netloc,
-            secure=parts.scheme == "https",
+            endpoint=host,
+            secure=secure,
             bucket=url.bucket,
             prefix=url.prefix,
             region=region,
