@@ -231,7 +231,7 @@ class Harmful:
     ("what", "code", "text"),
     [
         ("a pickle of code", 1, "found an object of"),
-        ("no file", 5, "there is no folder"),
+        ("no file", 5, "there is no file or folder"),
         ("no tensors", 1, "choose the key with --entry; found epoch, weights"),
         ("other tensors", 1, "choose the key with --entry; found rng, weights"),
         ("text", 1, "torch.load cannot read"),
