@@ -441,6 +441,30 @@ def test_columns_and_computed_summaries(cluster: ControlPlane) -> None:
     ]
 
 
+def test_columns_name_the_place_of_a_store_of_each_kind(cluster: ControlPlane) -> None:
+    azure = {"account": "team", "container": "runs", "credentialsSecretRef": {"name": "keys"}}
+    far = {**azure, "endpoint": "https://stack.local"}
+    s3 = {
+        "endpoint": "http://minio:9000",
+        "bucket": "ckpt",
+        "credentialsSecretRef": {"name": "keys"},
+    }
+    places = {"s3": {"s3": s3}, "azure": {"azure": azure}, "far": {"azure": far}}
+    for name, spec in places.items():
+        kind = {"apiVersion": "holdfast.dev/v1alpha1", "kind": "CheckpointStore"}
+        path = "/apis/holdfast.dev/v1alpha1/namespaces/team-a/checkpointstores"
+        body = {**kind, "metadata": {"name": f"columns-{name}"}, "spec": spec}
+        cluster.request("POST", path, body)
+    shown = cluster.kubectl("get", "ckptstore", "-n", "team-a").splitlines()
+    found = [line.split()[:3] for line in shown if line.startswith(("NAME", "columns-"))]
+    assert found == [
+        ["NAME", "ENDPOINT", "BUCKET"],
+        ["columns-azure", "team", "runs"],
+        ["columns-far", "https://stack.local", "runs"],
+        ["columns-s3", "http://minio:9000", "ckpt"],
+    ]
+
+
 def test_explain_shows_descriptions(cluster: ControlPlane) -> None:
     text = cluster.kubectl("explain", "trainingjob.spec.checkpoint.peer.copies")
     assert "survives the loss of this number of nodes" in " ".join(text.split())

@@ -280,10 +280,18 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
         _AGE,
     ),
     CheckpointStore.KIND: (
-        _column("Endpoint", "string", ".spec.s3.endpoint", "URL of the server."),
-        _column("Bucket", "string", ".spec.s3.bucket", "Name of the bucket."),
-        _column("Account", "string", ".spec.azure.account", "Account of Azure.", wide=True),
-        _column("Container", "string", ".spec.azure.container", "Name in Azure.", wide=True),
+        _column(
+            "Endpoint",
+            "string",
+            ".spec['s3','azure']['endpoint','account']",
+            "URL of the server, or the account of Azure.",
+        ),
+        _column(
+            "Bucket",
+            "string",
+            ".spec['s3','azure']['bucket','container']",
+            "Name of the bucket, or of the container of Azure.",
+        ),
         _column(
             "Available",
             "string",
