@@ -6,7 +6,7 @@ import pytest
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.errors import HoldfastError, TierError, UnavailableError
+from holdfast_core.errors import HoldfastError, NotFoundError, TierError, UnavailableError
 from holdfast_core.store.probe import ProbeReason, probe_objects
 
 CONFIG = StoreConfig("host:1", True, "bucket", "prefix", "")
@@ -35,6 +35,7 @@ def test_a_good_store_is_available_and_stays_empty() -> None:
     [
         (UnavailableError("no reply came in time"), ProbeReason.UNREACHABLE),
         (TierError("501"), ProbeReason.REFUSED),
+        (NotFoundError("an object that was just written"), ProbeReason.INCONSISTENT),
     ],
 )
 def test_a_probe_that_fails_half_way_deletes_what_it_wrote(

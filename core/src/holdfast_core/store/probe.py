@@ -55,6 +55,7 @@ MAX_MESSAGE = 1500
 message."""
 _BODY = b"holdfast store probe: this object may be deleted\n"
 _OTHER = b"holdfast store probe: another writer\n"
+_MUST_BE_CONSISTENT = "the store must be read-after-write consistent"
 _RACERS = 4
 _RACES = 5
 """Attempts to watch a race in which the store replies to two writers or more."""
@@ -195,8 +196,8 @@ def probe_objects(
             return _judge(features, store.name, leftovers)
     except _RefusedError as refused:
         return ProbeReport(False, refused.reason, str(refused))
-    except NotFoundError as error:
-        return ProbeReport(False, ProbeReason.BUCKET_NOT_FOUND, str(error))
+    except NotFoundError as error:  # of an object that the probe has written
+        return ProbeReport(False, ProbeReason.INCONSISTENT, f"{error}; {_MUST_BE_CONSISTENT}")
     except HoldfastError as error:
         return ProbeReport(False, _reason_of(error), str(error))
 
@@ -214,13 +215,15 @@ def _not_deleted(store: ObjectStore, base: str) -> str:
 def _probed(store: ObjectStore, base: str) -> ProbedFeatures:
     """Write objects below `base`, and return what the store does. It raises what the store raises."""
     key, parts = f"{base}object", f"{base}parts"
-    store.write(key, Document(_BODY))
+    try:
+        store.write(key, Document(_BODY))
+    except NotFoundError as error:
+        raise _RefusedError(ProbeReason.BUCKET_NOT_FOUND, str(error)) from error
     listed = [item.key for item in store.list(base).objects]
     if store.get(key) != _BODY or key not in listed:
         raise _RefusedError(
             ProbeReason.INCONSISTENT,
-            f"{store.name}: an object that was just written is not read or listed; the store must be "
-            "read-after-write consistent",
+            f"{store.name}: an object that was just written is not read or listed; {_MUST_BE_CONSISTENT}",
         )
     found = memoryview(bytearray(5))
     store.read_into(key, 9, found)
@@ -386,7 +389,7 @@ class _Session:
             raise _RefusedError(
                 ProbeReason.INCONSISTENT,
                 f"{self._where('GET')}: expected the {len(_BODY)} bytes just written, found "
-                f"{text}; the store must be read-after-write consistent",
+                f"{text}; {_MUST_BE_CONSISTENT}",
             )
 
     def _listed(self) -> None:
