@@ -27,7 +27,8 @@ class Objects:
     def checkpoint_of(self, target: ClusterTarget) -> dict[str, Any]:
         return self.item.to_dict()
 
-    def patch(self, plural: str, name: str, body: dict[str, Any]) -> None:
+    def patch(self, plural: str, name: str, uid: str, body: dict[str, Any]) -> None:
+        assert uid == self.item.uid
         self.patched.append((plural, name, body))
 
 

@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import checkpoint, job, status
+from tests.support.operator.builders import UID, checkpoint, job, status
 from tests.support.servers.ports import free_port
 
 from holdfast_cli import program
@@ -519,7 +519,8 @@ def lost(server: ApiServer) -> ApiServer:
     server.refuse(404, "not found")
     waits = {"type": "CheckpointsLost", "status": "True", "message": "to start over loses 17 steps"}
     status = {"conditions": [waits], "lineage": [{"round": 0}, {"round": 3}]}
-    job = {"kind": "TrainingJob", "metadata": {"name": "gpt"}, "spec": {}, "status": status}
+    metadata = {"name": "gpt", "uid": "u"}
+    job = {"kind": "TrainingJob", "metadata": metadata, "spec": {}, "status": status}
     server.answers["/trainingjobs/gpt"] = 200, json.dumps(job)
     return server
 
@@ -527,7 +528,9 @@ def lost(server: ApiServer) -> ApiServer:
 def test_a_start_over_names_the_round_that_is_given_up(lost: ApiServer, config: Path) -> None:
     ended = run(config, "restart", "gpt", "--from-start", "--yes")
     assert ended.returncode == 0, ended.stderr
-    assert lost.bodies == [{"spec": {"rollback": {"round": 3, "step": None}}}]
+    assert lost.bodies == [
+        {"spec": {"rollback": {"round": 3, "step": None}}, "metadata": {"uid": "u"}}
+    ]
     assert "gpt starts over" in ended.stdout
 
 
@@ -569,7 +572,9 @@ def test_a_rollback_names_its_step_and_the_round_that_was_seen(
 ) -> None:
     ended = run(config, "restore", "job@40", "--yes")
     assert ended.returncode == 0, ended.stderr
-    assert training.bodies == [{"spec": {"rollback": {"round": 3, "step": 40}}}]
+    assert training.bodies == [
+        {"spec": {"rollback": {"round": 3, "step": 40}}, "metadata": {"uid": UID}}
+    ]
     assert "goes back to step 40" in ended.stdout
 
 

@@ -101,13 +101,13 @@ class Cluster:
     refuses_after: int = 1000
 
     def get(self, plural: str, name: str) -> dict[str, Any]:
-        return {"metadata": {"name": name}}
+        return {"metadata": {"name": name, "uid": "uid-of-main"}}
 
     def items(self, plural: str) -> list[dict[str, Any]]:
         return []
 
-    def patch(self, plural: str, name: str, body: dict[str, Any]) -> None:
-        assert (plural, name) == ("checkpointstores", "main")
+    def patch(self, plural: str, name: str, uid: str, body: dict[str, Any]) -> None:
+        assert (plural, name, uid) == ("checkpointstores", "main", "uid-of-main")
         self.annotation = body["metadata"]["annotations"][LIST_ANNOTATION]
         self.requests.append(self.annotation)
 

@@ -41,8 +41,8 @@ class PlayedCluster:
             return found.to_dict()
         return self.checkpoint.to_dict()
 
-    def patch(self, plural: str, name: str, body: dict[str, Any]) -> None:
-        assert (plural, name) == ("checkpoints", self.checkpoint.name)
+    def patch(self, plural: str, name: str, uid: str, body: dict[str, Any]) -> None:
+        assert (plural, name, uid) == ("checkpoints", self.checkpoint.name, self.checkpoint.uid)
         self.patches.append(body)
 
 

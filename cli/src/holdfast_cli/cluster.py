@@ -287,12 +287,17 @@ class ClusterClient:
             body = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=uid))
             return custom.delete_namespaced_custom_object(*arguments, body=body, **options)
 
-        self.patch(plural, name, patch)
+        self.patch(plural, name, uid, patch)
         self._request(f"{plural}/{name}", delete, plural, name)
 
-    def patch(self, plural: str, name: str, body: dict[str, Any]) -> None:
-        """Merge these fields into an object."""
+    def patch(self, plural: str, name: str, uid: str, body: dict[str, Any]) -> None:
+        """Merge these fields into an object, if it still is the object of this uid.
+
+        Between the read and the patch a person may have replaced the object by one of the same name, whose
+        state nobody has looked at.
+        """
         call = client.CustomObjectsApi(self.api).patch_namespaced_custom_object
+        body = {**body, "metadata": {**body.get("metadata", {}), "uid": uid}}
         kind = "application/merge-patch+json"
         self._request(f"{plural}/{name}", call, plural, name, body, _content_type=kind)
 
@@ -372,7 +377,7 @@ class ClusterClient:
                 )
             case 404:
                 return self._not_found(what)
-            case 409 if _is_changed(error):
+            case 409 | 422 if _is_changed(error):
                 return f"{what} has changed meanwhile: repeat the command"
             case 409:
                 return (
@@ -431,15 +436,24 @@ def _is_missing_object(error: ApiException) -> bool:
 
 
 def _is_changed(error: ApiException) -> bool:
-    """Return whether the object has changed since it was read. Otherwise a 409 says that it exists."""
-    message = _status_message(error)
-    return message is not None and "modified" in message
+    """Return whether the object has changed, or was replaced, since it was read.
+
+    Another 409 says that an object of this name exists. Where a patch names another uid than that of the
+    object, the server says that this field is immutable.
+    """
+    if error.status == 422:
+        return "metadata.uid" in (_status_message(error) or "")
+    return _status_field(error, "reason") == "Conflict"
 
 
 def _status_message(error: ApiException) -> str | None:
-    """Return the message of the Status object in the server's answer, or None if there is none."""
+    return _status_field(error, "message")
+
+
+def _status_field(error: ApiException, field: str) -> str | None:
+    """Return a field of the Status object in the server's answer, or None if there is none."""
     try:
-        return str(json.loads(error.body)["message"])
+        return str(json.loads(error.body)[field])
     except (ValueError, TypeError, KeyError):
         return None
 

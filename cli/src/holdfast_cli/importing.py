@@ -279,12 +279,12 @@ def import_store(
 ) -> None:
     """List the store, show what this cluster does not know, and create its objects."""
     wanted = ListContract(from_namespace or cluster.namespace, job, secrets.token_hex(8)).to_json()
-    cluster.get("checkpointstores", store)
-    annotate(cluster, store, wanted)
+    uid = cluster.get("checkpointstores", store)["metadata"]["uid"]
+    annotate(cluster, store, uid, wanted)
     try:
         listed = parse_list(_log_of(cluster, store, wanted))
     finally:
-        annotate(cluster, store, None)
+        annotate(cluster, store, uid, None)
     found = plan_import(listed, cluster.items("checkpoints"), store)
     document = {"create": found.objects, "known": found.known, "unusable": found.unusable}
     table = [import_table(found)] if found.objects else []
@@ -305,10 +305,10 @@ def import_store(
     say(f"created; a new job restores one with spec.restoreFrom.checkpointRef.name: {newest}")
 
 
-def annotate(cluster: ClusterClient, store: str, request: str | None) -> None:
+def annotate(cluster: ClusterClient, store: str, uid: str, request: str | None) -> None:
     """Ask the operator for a list of the store, or take the request back."""
     body = {"metadata": {"annotations": {LIST_ANNOTATION: request}}}
-    cluster.patch("checkpointstores", store, body)
+    cluster.patch("checkpointstores", store, uid, body)
 
 
 def _log_of(cluster: ClusterClient, store: str, wanted: str) -> str:

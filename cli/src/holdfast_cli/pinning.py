@@ -73,7 +73,7 @@ def pin_object(cluster: ClusterClient, target: ClusterTarget, *, pin: bool) -> R
             f"checkpoint/{name} -n {item.namespace}` says why"
         )
     if item.spec.pin is not pin:
-        cluster.patch("checkpoints", name, {"spec": {"pin": pin}})
+        cluster.patch("checkpoints", name, item.uid, {"spec": {"pin": pin}})
     hint = "" if pin else ": the retention of the job may delete it"
     document = {"target": f"checkpoint/{name}", "pinned": pin}
     return Result(document, [f"checkpoint {name} is {'pinned' if pin else f'not pinned{hint}'}"])

@@ -42,7 +42,8 @@ def order_rollback(
     """
     order = {"round": gang["status"]["lineage"][-1]["round"], "step": step}
     patch = {"spec": {"rollback": order}}
-    cluster.patch(KINDS[gang["kind"]], gang["metadata"]["name"], patch)
+    metadata = gang["metadata"]
+    cluster.patch(KINDS[gang["kind"]], metadata["name"], metadata["uid"], patch)
     return patch
 
 

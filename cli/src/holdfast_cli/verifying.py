@@ -152,7 +152,7 @@ def drill(
     checkpoint = _fit(parsed(Checkpoint, cluster.get("checkpoints", name)))
     trigger = f"{stamp(SystemClock().utc_now())}-{secrets.token_hex(3)}"
     wanted = {"trigger": trigger, "restore": restore, "worldSize": world_size}
-    cluster.patch("checkpoints", name, {"spec": {"verify": wanted}})
+    cluster.patch("checkpoints", name, checkpoint.uid, {"spec": {"verify": wanted}})
     if not wait:
         text = f"the drill of {name} is requested; kubectl get ckpt {name} shows the result"
         return Result({"checkpoint": name, **wanted}, [text])

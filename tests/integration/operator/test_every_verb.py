@@ -30,6 +30,7 @@ from tests.support.servers.ports import free_port
 
 import holdfast
 from holdfast_cli import cluster
+from holdfast_cli.errors import CommandError
 from holdfast_cli.injecting import ALLOWED, GAME_DAYS
 from holdfast_cli.program import VERBS, run
 from holdfast_core.api import JobPhase, LineageEntry, TrainingJob
@@ -487,6 +488,21 @@ def test_bad_input_is_answered_with_its_state_and_exit_code(
     assert code == row.code, said
     assert row.said.format(**places.names) in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.fault("An object is replaced by one of the same name between two requests of a verb")
+def test_an_object_that_was_replaced_is_not_changed(
+    places: VerbBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "KUBECONFIG", str(places.bed.plane.kubeconfig))
+    found = cluster.ClusterClient.connect(None, places.namespace)
+    pinned = {"spec": {"pin": True}}
+    name = places.names["last"]
+    before = found.get("checkpoints", name)
+    for change in (found.patch, found.delete_with):
+        with pytest.raises(CommandError, match="has changed meanwhile: repeat the command"):
+            change("checkpoints", name, "uid-of-another", pinned)
+    assert found.get("checkpoints", name) == before
 
 
 def test_each_verb_has_a_row_for_each_kind_of_target() -> None:
