@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
-import sys
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from testbed.driver.command_line import run_holdfast
 from testbed.driver.jobs import BUCKET, STORE_NAME, Job
-from testbed.driver.kube import Kube, Object, condition, kubeconfig_path, wait_for
+from testbed.driver.kube import Kube, Object, condition, wait_for
 from testbed.driver.scenario import SHORT
 from testbed.driver.store import store_client
 
@@ -33,14 +32,8 @@ def _checkpoints(job: Job) -> list[Object]:
 
 def _verify(job: Job, checkpoint: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Run `kubectl holdfast verify CHECKPOINT`."""
-    words = ["verify", checkpoint, "-n", job.namespace, *options]
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast_cli", *words],
-        env={**os.environ, "KUBECONFIG": kubeconfig_path()},
-        capture_output=True,
-        text=True,
-        timeout=DRILL_SECONDS,
-        check=False,
+    return run_holdfast(
+        job.namespace, "verify", checkpoint, *options, timeout_seconds=DRILL_SECONDS
     )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from dataclasses import replace
 
+from testbed.driver.command_line import run_holdfast
 from testbed.driver.jobs import Job
-from testbed.driver.kube import kubeconfig_path
 from testbed.driver.scenario import SHORT, Scenario
 
 LONG = replace(SHORT, steps=120)
@@ -16,15 +14,8 @@ LONG = replace(SHORT, steps=120)
 
 def fork(job: Job, name: str, step: int) -> subprocess.CompletedProcess[str]:
     """Run `kubectl holdfast restore JOB@STEP --to-new-job NAME --yes`."""
-    place = (f"{job.name}@{step}", "-n", job.namespace)
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast_cli", "restore", *place, "--to-new-job", name, "--yes"],
-        env={**os.environ, "KUBECONFIG": kubeconfig_path()},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    words = ("restore", f"{job.name}@{step}", "--to-new-job", name, "--yes")
+    return run_holdfast(job.namespace, *words)
 
 
 def follow(scenario: Scenario, name: str) -> Job:

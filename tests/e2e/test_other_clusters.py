@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import yaml
 from testbed.config import SHARED
+from testbed.driver.command_line import run_holdfast
 from testbed.driver.jobs import Job, job_manifest, prepare_namespace
-from testbed.driver.kube import Kube, Object, condition, is_true, kubeconfig_path, show, wait_for
+from testbed.driver.kube import Kube, Object, condition, is_true, show, wait_for
 from testbed.driver.oracle import compare_digests
 from testbed.driver.scenario import SHORT, Scenario
 
 SLOW = replace(SHORT, sleep_per_step=0.4)  # the source must be deleted during its run
-
-
-def run_cli(namespace: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `kubectl holdfast` with these words."""
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast_cli", "-n", namespace, *words],
-        env={**os.environ, "KUBECONFIG": kubeconfig_path()},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
 
 
 def restorable(kube: Kube, namespace: str) -> list[Object]:
@@ -79,14 +65,14 @@ def test_a_store_is_imported_after_every_object_was_lost(scenario):
         timeout_seconds=90,
         describe=lambda: show(kube.items("Checkpoint", namespace)),
     )
-    shown = run_cli(namespace, "import", "store/main", "--dry-run")
+    shown = run_holdfast(namespace, "import", "store/main", "--dry-run", timeout_seconds=200)
     assert shown.returncode == 0, shown.stderr
     assert kube.items("Checkpoint", namespace) == []
-    ended = run_cli(namespace, "import", "store/main", "--job", "lost")
+    ended = run_holdfast(namespace, "import", "store/main", "--job", "lost", timeout_seconds=200)
     assert ended.returncode == 0, ended.stderr
     name = newest_of(kube, namespace)
     assert name in ended.stdout
-    again = run_cli(namespace, "import", "store/main", "--job", "lost")
+    again = run_holdfast(namespace, "import", "store/main", "--job", "lost", timeout_seconds=200)
     assert again.returncode == 0, again.stderr
     assert "import 0 checkpoints" in again.stdout
     job = scenario.start(SLOW, name="found", restore_from=name)

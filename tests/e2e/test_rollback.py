@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
+from testbed.driver.command_line import run_holdfast
 from testbed.driver.jobs import Job
-from testbed.driver.kube import kubeconfig_path
 from testbed.driver.scenario import SHORT
 
 LONG = replace(SHORT, steps=120, sleep_per_step=0.4)  # the rollbacks must hit the training
@@ -17,23 +15,7 @@ LONG = replace(SHORT, steps=120, sleep_per_step=0.4)  # the rollbacks must hit t
 
 def restore(job: Job, step: int) -> subprocess.CompletedProcess[str]:
     """Run `kubectl holdfast restore JOB@STEP --yes`."""
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "holdfast_cli",
-            "restore",
-            f"{job.name}@{step}",
-            "-n",
-            job.namespace,
-            "--yes",
-        ],
-        env={**os.environ, "KUBECONFIG": kubeconfig_path()},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_holdfast(job.namespace, "restore", f"{job.name}@{step}", "--yes")
 
 
 def roll_back(job: Job, step: int) -> None:

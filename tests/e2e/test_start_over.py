@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from dataclasses import replace
 
 from testbed import faults
+from testbed.driver.command_line import run_holdfast
 from testbed.driver.jobs import Job
-from testbed.driver.kube import condition, kubeconfig_path
+from testbed.driver.kube import condition
 from testbed.driver.scenario import SHORT
 
 SLOW = replace(SHORT, sleep_per_step=0.4)  # the pods must be lost during the run
@@ -34,15 +33,7 @@ def _is_waiting_for(job: Job, reason: str) -> bool:
 
 def _restart(job: Job) -> subprocess.CompletedProcess[str]:
     """Run `kubectl holdfast restart JOB --from-start --yes`."""
-    words = ["restart", job.name, "-n", job.namespace, "--from-start", "--yes"]
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast_cli", *words],
-        env={**os.environ, "KUBECONFIG": kubeconfig_path()},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_holdfast(job.namespace, "restart", job.name, "--from-start", "--yes")
 
 
 def test_a_young_job_that_lost_everything_starts_over_by_itself(scenario):
