@@ -146,6 +146,31 @@ def test_a_request_is_asked_again_by_a_new_operator_and_in_a_new_round() -> None
     assert only(decide(world(checkpoints=(waiting,)), now()), "call /v1/save-now")
 
 
+@pytest.mark.fault("The coordinator restarts between a request to save and its commit")
+def test_a_coordinator_that_does_not_know_a_request_gets_it_again() -> None:
+    def later(version: int, **state: Any) -> Decision:
+        found = {"version": version, **state}
+        given = world(checkpoints=(waiting,), memory=last.memory, coordinator=found)
+        return decide(given, now(1001.0))
+
+    waiting = request(phase="InProgress")
+    last = decide(world(checkpoints=(request(),), coordinator={"version": 7}), now())
+    last = later(7)
+    assert not only(last, "call /v1/save-now"), "the state is older than the request"
+    last = later(8, save_tokens=("before-lunch",))
+    assert not only(last, "call /v1/save-now")
+    last = later(1)
+    (again,) = only(last, "call /v1/save-now")
+    assert again.message.token == "before-lunch"
+    last = later(1)
+    assert not only(last, "call /v1/save-now")
+    last = later(2, save_tokens=("before-lunch",))
+    assert not only(last, "call /v1/save-now")
+    done = world(committed=persisted(45), checkpoints=(waiting,), memory=last.memory)
+    (record,) = only(decide(done, now(1003.0)), "change Checkpoint")
+    assert (status_of(record).phase, step_of(record)) == ("Committed", 45)
+
+
 @pytest.mark.fault("The record of a save request is interrupted between its two writes")
 @pytest.mark.parametrize("store", ["main", None])
 def test_a_record_that_was_interrupted_is_completed(store: str | None) -> None:

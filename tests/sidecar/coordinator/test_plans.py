@@ -96,6 +96,7 @@ async def test_a_request_is_passed_on_once() -> None:
         await asyncio.sleep(0)
         plan = await world.of(OWN)
         assert (plan.save_from, plan.stop) == (8, True)
+        assert world.plans.save_tokens == ("one",)
 
 
 @pytest.mark.fault("Two saves are requested before the first request has reached rank 0")

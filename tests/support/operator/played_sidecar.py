@@ -230,7 +230,11 @@ class PlayedSidecar:
             message = loads(GangRequest, await request.read())
         except FormatError as error:
             return self._refuse(Refusal.BAD_REQUEST, str(error))
-        self.calls.append((request.path.rpartition("/")[2], message))
+        kind = request.path.rpartition("/")[2]
+        self.calls.append((kind, message))
+        if kind == "save-now" and self.state is not None:
+            tokens = (*self.state.save_tokens, message.token)
+            self.publish(replace(self.state, version=self.state.version + 1, save_tokens=tokens))
         return _json(Ok(self.round))
 
 

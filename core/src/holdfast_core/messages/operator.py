@@ -298,6 +298,9 @@ class CoordinatorState(Clipped):
     """The ROUND that every worker has accepted, with the highest of their versions. None unless every worker
     has reported lately, and all have accepted the same content. An operator that has just started then needs
     to call no other sidecar of the gang."""
+    save_tokens: Many[Text] = ()
+    """Tokens of the newest requests to save that this coordinator has received in this round. One that has
+    just started knows of none."""
     stragglers: Annotated[tuple[Straggler, ...], Meta(max_length=MAX_STRAGGLERS)] = ()
     """The slowest ranks, by rank. Nothing restarts because of them."""
     restored_from: Annotated[dict[TierName, Natural], Meta(max_length=len(TierName))] | None = None

@@ -495,8 +495,9 @@ def _requests(world: World) -> list[Action]:
         elif sent is not None and not sent.marked:
             actions.extend(_in_progress(world, checkpoint))
             save_requests[checkpoint.name] = replace(sent, marked=True)
+    again, save_requests = _repeated(world, save_requests)
     save, served = _request_save(world, unsent, tuple(save_requests.values()))
-    actions.extend(save)
+    actions.extend((*again, *save))
     if served is not None:
         for checkpoint in unsent:
             save_requests[checkpoint.name] = replace(served, name=checkpoint.name, marked=True)
@@ -509,6 +510,28 @@ def _requests(world: World) -> list[Action]:
         actions.append(_failed(world, checkpoint, Reason.TOO_MANY_REQUESTS, message))
     world.remember(save_requests=tuple(save_requests.values()))
     return actions
+
+
+def _repeated(
+    world: World, sent: dict[str, RequestedSave]
+) -> tuple[list[Action], dict[str, RequestedSave]]:
+    """Return the requests that the present coordinator does not know, and what is remembered of all.
+
+    A sidecar that has restarted knows of no request. Without a repetition, the object would wait for the next
+    step that is persisted anyhow, and for ever where none is.
+    """
+    state, actions = world.state, dict[str, Action]()
+    if not state.running or state.finished:
+        return [], sent
+    kept = dict(sent)
+    for name, request in sent.items():
+        if request.token in state.save_tokens or request.state_version == state.version:
+            continue
+        message = GangRequest(world.round, request.token)
+        for action in world.call_coordinator(CallPath.SAVE, message):
+            actions[request.token] = action
+            kept[name] = replace(request, state_version=state.version)
+    return list(actions.values()), kept
 
 
 def _record(world: World, checkpoint: Checkpoint, commit: PersistedStep) -> DesiredObject:
@@ -542,7 +565,9 @@ def _request_save(
     # operator older requests may be sent a second time together with a new one.
     token = unsent[-1].name
     save = world.call_coordinator(CallPath.SAVE, GangRequest(world.round, token))
-    return save, RequestedSave(token, world.round, trained, token) if save else None
+    if not save:
+        return [], None
+    return save, RequestedSave(token, world.round, trained, token, state.version)
 
 
 def _in_progress(world: World, checkpoint: Checkpoint) -> list[Action]:

@@ -465,6 +465,9 @@ class RequestedSave:
     None: any step of the round does."""
     token: str = ""
     """Token of the request that the coordinator has. Several Checkpoints may share it."""
+    state_version: int = 0
+    """Version of the coordinator's state when the request was sent. A later state has the token, unless
+    another coordinator has started since."""
     marked: bool = True
     """Whether the Checkpoint was written as in progress. False: that write failed, and is repeated."""
 

@@ -240,6 +240,7 @@ class Coordinator:
         after = max((s for s in known if s is not None), default=Step(-1))
         if self._parts.plans.request(path, message, after):
             self._uploads.ask_after(after)
+            self._versioned.tick()  # the operator repeats a request whose token it does not find
         return Ok(message.round)
 
     async def prune(self, message: Prune) -> Ok:
@@ -299,6 +300,7 @@ class Coordinator:
             saves_skipped=gathered.saves_skipped,
             hang=self._hangs.hang,
             accepted=gathered.accepted(self._parts.pod.clock.monotonic() - SILENT_SECONDS),
+            save_tokens=self._parts.plans.save_tokens,
             stragglers=self._stragglers.found,
             restored_from=gathered.restored_from,
         )

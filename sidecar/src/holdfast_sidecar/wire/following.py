@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
@@ -22,12 +23,14 @@ from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import next_hop, relay_of
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.wire.client import Peers
-from holdfast_sidecar.wire.verbs import STOP
+from holdfast_sidecar.wire.verbs import SAVE_NOW, STOP
 
 _POLL_SECONDS = 20.0
 """Longest time for which a request waits for a newer plan."""
 _ANSWER_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
+_KNOWN_TOKENS = 64
+"""Newest requests of each kind that count only once. The operator has at most 16 open."""
 
 
 class PlanBoard:
@@ -111,7 +114,9 @@ class Plans:
         """The plan of the own worker, and that of the others."""
         self._save_from: Step | None = None
         self._stop = False
-        self._tokens = set[tuple[str, str]]()
+        self._tokens: dict[str, deque[str]] = {
+            path: deque(maxlen=_KNOWN_TOKENS) for path in (SAVE_NOW, STOP)
+        }
         self._released = {True: False, False: False}
         self._tasks = Tasks()
         self._later: asyncio.Handle | None = None
@@ -155,15 +160,20 @@ class Plans:
 
         Requests between two plans become one. A save of a step above the newest `after` fulfils all of them.
         """
-        if (path, message.token) in self._tokens:
+        if message.token in self._tokens[path]:
             return False
-        self._tokens.add((path, message.token))
+        self._tokens[path].append(message.token)
         if path == STOP:
             self._stop = True
         else:
             self._save_from = max(self._save_from or Step(0), Step(after + 1))
         self.wake()
         return True
+
+    @property
+    def save_tokens(self) -> tuple[str, ...]:
+        """The tokens of the newest requests to save."""
+        return tuple(self._tokens[SAVE_NOW])
 
     def release(self) -> None:
         """Let all pods end, the own one last: when the others know it, or after `release_seconds`."""
