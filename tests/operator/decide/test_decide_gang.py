@@ -33,7 +33,8 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
-from holdfast_core.messages.codec import dumps
+from holdfast_core.messages.codec import MAX_MANY, dumps, loads
+from holdfast_core.messages.schema import Round
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.gang import place_copies, round_message
 from holdfast_operator.model.actions import BeginRound, ChooseRestorePoint, Delete, WriteStatus
@@ -287,6 +288,15 @@ def test_holds_are_named() -> None:
     kept = checkpoint(10, 0, pin=True)
     observed = gang(checkpoints=(kept, checkpoint(20, 0)))
     assert round_message(world_of(observed)).pinned == (10,)
+
+
+@pytest.mark.fault("A job has more pinned checkpoints than a message can name")
+def test_of_too_many_pins_those_that_only_nodes_have_are_named() -> None:
+    alone = checkpoint(1, 0, pin=True, persisted=False)
+    pins = (alone, *(checkpoint(step, 0, pin=True) for step in range(2, MAX_MANY + 5)))
+    message = round_message(world_of(gang(checkpoints=pins)))
+    assert message.pinned == (1, *range(6, MAX_MANY + 5))
+    assert loads(Round, dumps(message)) == message
 
 
 # --------------------------------------------------------------------------- coordinator

@@ -63,7 +63,8 @@ Reported = Annotated[
     dict[Annotated[str, Meta(max_length=MAX_METRIC_NAME)], float], Meta(max_length=MAX_METRICS)
 ]
 """Metrics that a training script reports."""
-Many = Annotated[tuple[T, ...], Meta(max_length=4096)]
+MAX_MANY = 4096
+Many = Annotated[tuple[T, ...], Meta(max_length=MAX_MANY)]
 
 PerRank = Meta(max_length=MAX_RANKS)
 PerWorker = Meta(max_length=MAX_WORKERS)

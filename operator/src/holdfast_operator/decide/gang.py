@@ -34,6 +34,7 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.messages.codec import MAX_MANY
 from holdfast_core.messages.schema import (
     Member,
     Policy,
@@ -498,5 +499,15 @@ def _policy(world: World) -> Policy:
 
 
 def _pinned_steps(world: World) -> tuple[Step, ...]:
-    pinned = {c.spec.step for c in world.own_checkpoints if c.spec.pin and c.spec.step is not None}
-    return tuple(sorted(pinned))
+    """Return the steps of the pinned checkpoints, at most MAX_MANY of them.
+
+    Sidecars refuse a longer message, and the gang would stand still. What is left out is in the object store,
+    which keeps it without a copy on a node.
+    """
+    stored = {
+        c.spec.step: c.persisted
+        for c in world.own_checkpoints
+        if c.spec.pin and c.spec.step is not None
+    }
+    chosen = sorted(stored, key=lambda step: (stored[step], -step))[:MAX_MANY]
+    return tuple(sorted(chosen))
