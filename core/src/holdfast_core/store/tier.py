@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, TierError
@@ -103,7 +103,7 @@ class JobObjects:
         """Yield all objects below a path, one page at a time. Their keys are relative."""
         for page in pages(self._store, self.key(below)):
             for item in page.objects:
-                yield replace(item, key=item.key.removeprefix(self.prefix))
+                yield Listed(item.key.removeprefix(self.prefix), item.age, item.size_bytes)
 
     def unfinished(self) -> Sequence[Listed]:
         """Return what interrupted or running writes have stored (ObjectStore.unfinished)."""

@@ -262,10 +262,11 @@ def local_name(element: ElementTree.Element) -> str:
 
 def child_text(element: ElementTree.Element, name: str) -> str:
     """Return the text of the first direct child with this name; "" if there is none."""
-    for child in element:
-        if local_name(child) == name:
-            return (child.text or "").strip()
-    return ""
+    # Children nearly always have the namespace of their parent, and lists have thousands of them.
+    text = element.findtext(element.tag.removesuffix(local_name(element)) + name)
+    if text is None:
+        text = next((child.text or "" for child in element if local_name(child) == name), "")
+    return text.strip()
 
 
 def clean(text: str, secrets: tuple[str, ...]) -> str:
