@@ -106,11 +106,10 @@ def test_each_element_is_summed_in_float64_and_rounded_once(
         for row in rows
     ]
     used = weights[: len(rows)]
-    sums = np.zeros(4)
+    parts = [data.view(np.uint8) for data in stored]
     with np.errstate(all="ignore"):
-        for data, one in zip(stored, used, strict=True):
-            merging.add_weighted(sums, data.view(np.uint8), dtype, one)
-        found = floats(merging.rounded_bytes(sums.copy(), dtype).view(KINDS[dtype]), dtype)
+        means = merging.weighted_mean(parts, dtype, used, 1.0, dtype)
+    found = floats(means.view(KINDS[dtype]), dtype)
     for at in range(4):
         expected = 0.0
         for data, one in zip(stored, used, strict=True):

@@ -27,15 +27,16 @@ from holdfast.convert.selection import CASTS, PartMaker, entry_of
 from holdfast.reading.checkpoint import Box, LazyTensor, SavedCheckpoint
 from holdfast.reading.opening import Checkpoints, open_checkpoints
 from holdfast_core.errors import ConfigError, StateMismatchError, UnsupportedStateError
-from holdfast_core.format.rank_layout import element_bytes
 from holdfast_core.tiers.sources import wait_all
 
 MAX_THREADS = 8
 PART_BYTES = 2 << 20
-"""Stored bytes of one part. A thread holds about five times as much."""
+"""Stored bytes of one part of one source, at most."""
+_PARTS_BYTES = 64 << 20
+"""Stored bytes of the parts of all sources that all threads hold."""
 _OPEN_SHARDS = 48
 """Shards of all sources that stay open between two reads. Each may keep a buffer as long as a part."""
-_BLOCK_ELEMENTS = 1 << 14
+_BLOCK_ELEMENTS = 1 << 15
 """Elements that are converted at a time, so that they stay in the processor's cache."""
 _FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _BFLOAT = "BF16"
@@ -186,6 +187,7 @@ class _MergedTensor:
     weights: Sequence[float]
     total: float
     stored_dtype: str
+    part_bytes: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -193,7 +195,7 @@ class _MergedTensor:
 
     def parts(self) -> Iterator[PartMaker]:
         make = self._merged if _part_of(self.stored_dtype) else self._copied
-        for box in self.like.boxes(PART_BYTES):
+        for box in self.like.boxes(self.part_bytes):
             yield partial(make, box)
 
     def _copied(self, box: Box) -> memoryview:
@@ -201,16 +203,13 @@ class _MergedTensor:
 
     def _merged(self, box: Box) -> memoryview:
         stored = _part_of(self.like.stored_dtype)
-        count = math.prod(box[1]) * (
-            element_bytes(self.like.stored_dtype, self.name) // element_bytes(stored, self.name)
-        )
-        sums = np.zeros(count, np.float64)
+        parts = [source.read(self.name, box) for source in self.sources]
         # Infinities and NaNs of the sources are not errors of the merge.
         with np.errstate(over="ignore", invalid="ignore"):
-            for source, weight in zip(self.sources, self.weights, strict=True):
-                add_weighted(sums, source.read(self.name, box), stored, weight)
-            sums /= self.total
-            return rounded_bytes(sums, _part_of(self.stored_dtype)).data
+            found = weighted_mean(
+                parts, stored, self.weights, self.total, _part_of(self.stored_dtype)
+            )
+        return found.data
 
 
 def _part_of(dtype: str) -> str:
@@ -219,35 +218,45 @@ def _part_of(dtype: str) -> str:
     return dtype if dtype == _BFLOAT or dtype in _FLOATS else ""
 
 
-def add_weighted(sums: Floats, data: Floats, dtype: str, weight: float) -> None:
-    """Add the weighted elements of one source."""
-    values = data.view(np.uint16 if dtype == _BFLOAT else _FLOATS[dtype])
-    size = min(len(sums), _BLOCK_ELEMENTS)
-    products, patterns = np.empty(size, np.float64), np.empty(size, np.uint32)
-    for start in range(0, len(sums), _BLOCK_ELEMENTS):
-        block = sums[start : start + _BLOCK_ELEMENTS]
-        part, product = values[start : start + len(block)], products[: len(block)]
-        if dtype == _BFLOAT:  # the upper half of a float32
-            wide = patterns[: len(block)]
-            wide[:] = part
-            wide <<= np.uint32(16)
-            part = wide.view(np.float32)
-        product[:] = part
-        if weight != 1.0:
-            product *= weight
-        block += product
+def weighted_mean(
+    parts: Sequence[Floats], stored: str, weights: Sequence[float], total: float, dtype: str
+) -> Floats:
+    """Return the bytes of the weighted means in a type, each rounded once, to the nearest and ties to even.
 
-
-def rounded_bytes(sums: Floats, dtype: str) -> Floats:
-    """Return the bytes of float64 values in a type, each rounded once, to the nearest and ties to even."""
-    found = np.empty(len(sums), np.uint16 if dtype == _BFLOAT else _FLOATS[dtype])
-    for start in range(0, len(sums), _BLOCK_ELEMENTS):
-        block = sums[start : start + _BLOCK_ELEMENTS]
+    Args:
+        parts: The bytes of the same elements of all sources, in the order of the sum.
+        stored: Their type.
+        weights: How much each source counts.
+        total: By what the sums are divided.
+        dtype: The type of the means.
+    """
+    values = [part.view(np.uint16 if stored == _BFLOAT else _FLOATS[stored]) for part in parts]
+    count = len(values[0])
+    found = np.empty(count, np.uint16 if dtype == _BFLOAT else _FLOATS[dtype])
+    size = min(count, _BLOCK_ELEMENTS)
+    sums, products = np.empty(size, np.float64), np.empty(size, np.float64)
+    patterns = np.empty(size, np.uint32)
+    # Block by block, so that the sums stay in the processor's cache.
+    for start in range(0, count, _BLOCK_ELEMENTS):
+        stop = min(start + _BLOCK_ELEMENTS, count)
+        n = stop - start
+        block, product, wide = sums[:n], products[:n], patterns[:n]
+        block.fill(0.0)
+        for source, weight in zip(values, weights, strict=True):
+            part = source[start:stop]
+            if stored == _BFLOAT:  # the upper half of a float32
+                wide[:] = part
+                wide <<= np.uint32(16)
+                part = wide.view(np.float32)
+            product[:] = part
+            if weight != 1.0:
+                product *= weight
+            block += product
+        block /= total
         is_nan = np.isnan(block)
         if is_nan.any():
             block[is_nan] = np.nan  # processors differ in sign and payload of those that they make
-        rounded = _bfloat(block) if dtype == _BFLOAT else block.astype(found.dtype)
-        found[start : start + len(block)] = rounded
+        found[start:stop] = _bfloat(block) if dtype == _BFLOAT else block.astype(found.dtype)
     return found.view(np.uint8)
 
 
@@ -284,7 +293,8 @@ def merge(wanted: Merge, progress: Progress = lambda written, total: None) -> Me
     threads = wanted.threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
     with ExitStack() as stack:
         sources, weights = _opened(wanted, stack)
-        tensors = _merged(sources, weights, wanted.dtype)
+        part_bytes = min(PART_BYTES, max(1, _PARTS_BYTES // (threads * len(sources))))
+        tensors = _merged(sources, weights, wanted.dtype, part_bytes)
         newest = sources[-1].saved
         with complete_folder(wanted.target) as partial_folder:
             with ThreadPoolExecutor(threads, "holdfast-merge") as pool:
@@ -344,7 +354,7 @@ def _by_metric(source: _Source, method: Method) -> float:
 
 
 def _merged(
-    sources: Sequence[_Source], weights: Sequence[float], dtype: str | None
+    sources: Sequence[_Source], weights: Sequence[float], dtype: str | None, part_bytes: int
 ) -> Mapping[str, _MergedTensor]:
     """Return the merged tensors by name. Raises StateMismatchError, UnsupportedStateError."""
     newest, total, found = sources[-1], 0.0, {}
@@ -363,7 +373,7 @@ def _merged(
             )
         stored = CASTS[dtype] if dtype and kind and like.stored_dtype not in _COMPLEX else ""
         found[name] = _MergedTensor(
-            name, like, sources, weights, total, stored or like.stored_dtype
+            name, like, sources, weights, total, stored or like.stored_dtype, part_bytes
         )
     return found
 
