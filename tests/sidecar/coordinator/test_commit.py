@@ -155,3 +155,22 @@ async def test_the_end_of_a_job_uploads_the_step_that_waits_in_slots_and_not_an_
         await world.reaches(Level.LOCAL, 2)
         await until(lambda: any(m.upload for m in members.of(Plan)), "the newest step is uploaded")
         assert {m.upload.step for m in members.of(Plan) if m.upload is not None} == {2}
+
+
+@pytest.mark.fault("A shard is damaged on its node before it was uploaded")
+async def test_an_upload_that_cannot_end_does_not_hold_up_the_later_ones(tmp_path: Path) -> None:
+    members = Members()
+    store = ObjectTier(MemoryObjectStore())
+    policy = Policy(interval_steps=1, object_every_steps=10)
+    async with World(tmp_path, members, policy, store, round=ROUND) as world:
+        world.coordinator.start()
+        for step in (10, 11):
+            world.prepare(step)
+            await world.reaches(Level.LOCAL, step)
+        await until(lambda: any(m.upload for m in members.of(Plan)), "step 10 is uploaded")
+        world.tell(1, lost=(Step(10),))
+        world.prepare(12)
+        await until(
+            lambda: {m.upload.step for m in members.of(Plan) if m.upload is not None} == {10, 12},
+            "the next step is uploaded in its place",
+        )

@@ -11,7 +11,7 @@ from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.shards.shard_files import flip_bit
 from tests.support.sidecar.flows import AcceptingMember, running_flow
 
-from holdfast_core.ids import TierName, Worker
+from holdfast_core.ids import ShardRef, TierName, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Failure, Refusal, Refused
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.wire.client import raise_refused
@@ -75,10 +75,14 @@ async def test_a_bad_copy_is_quarantined_and_never_offered_again(tmp_path: Path)
     async with running_flow(tmp_path, peer) as world:
         record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
         flip_bit(world.node.shard_path(record.ref), 4096 + SIZE // 2)
+        bad: list[ShardRef] = []
+        world.flow.damaged.subscribe(bad.append)
         world.flow.add(own_shard(record, committed=True))
         await world.until_idle()
         assert peer.copied == [record.ref]
         assert world.node.find(record.ref) is None
+        assert world.flow.lost == {record.header.step}, "else its upload is waited for without end"
+        assert bad == [record.ref], "it is fetched again"
         assert len(quarantined(tmp_path)) == 1
         assert CORRUPTIONS in world.metrics.render().decode()
 
@@ -94,15 +98,21 @@ async def test_a_target_that_cannot_copy_now_is_asked_again(tmp_path: Path, code
         assert peer.copied == [record.ref, record.ref]
 
 
-async def test_a_shard_that_its_owner_has_no_more_is_not_offered_again(tmp_path: Path) -> None:
+@pytest.mark.fault("A node loses a shard that is to be copied")
+async def test_a_shard_that_its_owner_has_no_more_holds_up_no_other(tmp_path: Path) -> None:
     peer = RefusingOnce(Refusal.NOT_FOUND)
     async with running_flow(tmp_path, peer) as world:
-        record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
-        world.node.delete_shard(record.ref)
-        world.flow.add(own_shard(record, committed=True))
+        gone, later = (
+            world.node.write_shard(shard_header(SIZE, step=step), BytesSource(payload(SIZE)))
+            for step in (1, 2)
+        )
+        world.node.delete_shard(gone.ref)
+        for record in (gone, later):
+            world.flow.add(own_shard(record, committed=True))
         await world.until_idle()
-        assert peer.copied == [record.ref]
-        assert world.flow.shards() == ()
+        assert peer.copied == [gone.ref, later.ref]
+        assert [shard.ref for shard in world.flow.shards()] == [later.ref]
+        assert world.flow.lost == {1}
 
 
 @pytest.mark.fault("A target prunes a step before the sender of its copy does")

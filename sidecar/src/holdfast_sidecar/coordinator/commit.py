@@ -135,10 +135,11 @@ class Retention:
     def lost(self, step: Step) -> None:
         """Handle that a member lacks its shard of a committed step of this round.
 
-        The member pruned its shard before this coordinator started: the step is not sent to members again
-        and is left to retention.
+        The member pruned its shard before this coordinator started, or has found it damaged: the step is not
+        sent to members again, is not uploaded, and is left to retention.
         """
         if not self._ledger.is_forgotten(step):
+            self._uploads.lost(step)
             self._ledger.forget((step,), pruned=False)
             self._older.add(CheckpointId(step, self._parts.message.round))
             self._parts.changed()

@@ -110,6 +110,12 @@ class GangUploads:
         if self._due(step):
             self._request(step)
 
+    def lost(self, step: Step) -> None:
+        """Give up the upload of a step of which a member lacks its shard. Later ones would wait for it."""
+        if step in self._ledger.on_way_to_store:
+            self._ledger.upload_ended(self._ledger.steps[step], persisted=False)
+            self.ask_after(step)
+
     def finish(self, newest: StepEntry | None) -> None:
         """Queue the gang's newest step after the ranks have ended, even if the interval does not name it."""
         if self._store is None or newest is None or newest.persisted or self._gave_up:

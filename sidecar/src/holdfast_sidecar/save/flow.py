@@ -24,6 +24,7 @@ from holdfast_core.ids import (
     Digest,
     Rank,
     RestartRound,
+    ShardRef,
     Step,
     TierName,
     Worker,
@@ -42,7 +43,7 @@ from holdfast_core.save.place import RankLayouts, info_of
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.rules import StoredAs
-from holdfast_core.tasks import Tasks
+from holdfast_core.tasks import Signal, Tasks
 from holdfast_sidecar.base.pod import Backoff, Pod
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
@@ -124,6 +125,8 @@ class Flow:
         self._metrics = telemetry.metrics
         self._failures = telemetry.failures
         self._on_change = on_change
+        self.damaged: Signal[[ShardRef]] = Signal()
+        """Called with an own shard that was found damaged and was quarantined."""
         self._shards: dict[ShardKey, OwnShard] = {}
         self._running: set[Action] = set()
         self._paused: set[Action] = set()
@@ -320,8 +323,8 @@ class Flow:
             self._pause(action)
         except NotFoundError as error:
             if action.verb in (Verb.COPY, Verb.UPLOAD) and self._gone(action):
-                return
-            if action.verb is Verb.COPY and action not in self._backoffs:
+                self._backoffs.pop(action, None)
+            elif action.verb is Verb.COPY and action not in self._backoffs:
                 self._pause(action)  # The target has pruned the step, and this node is about to.
             else:
                 self._failed(action, error)
@@ -352,10 +355,21 @@ class Flow:
     def _gone(self, action: Action) -> bool:
         """Return whether the shard itself is no longer on this node. Its entry is removed then."""
         shard = self._shards.get(action.key)
-        if shard is not None and self._tiers.node.find(shard.ref) is not None:
+        if shard is None:
+            return True
+        if self._tiers.node.find(shard.ref) is not None:
             return False
-        self._shards.pop(action.key, None)
+        self._lose(shard)
         return True
+
+    def _lose(self, shard: OwnShard) -> None:
+        """Remove the entry of a shard that is not on this node any more.
+
+        Without it this worker can neither upload nor copy the step, for which the coordinator would wait.
+        """
+        self._shards.pop(shard.key, None)
+        if shard.reported and shard.committed and not shard.uploaded:
+            self.lost |= {shard.key.step}
 
     async def _handle_corruption(self, action: Action, error: CorruptionError) -> None:
         """Handle bytes of an own shard that did not verify at their receiver, or when they were read.
@@ -376,7 +390,8 @@ class Flow:
         if damage is None:
             self._failed(action, UnavailableError(f"{error}; but the copy on this node is intact"))
             return
-        self._shards.pop(action.key, None)
+        self._lose(shard)
+        self.damaged(shard.ref)
         self._failures.note(_subject(action), TierName.NODE, damage, step=action.key.step)
 
     async def _do(self, action: Action, shard: OwnShard) -> None:
