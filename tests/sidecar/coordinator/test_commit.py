@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.coordinators import CoordinatorWorld
+from tests.support.sidecar.ledgers import LAYOUT, OTHER_DIGEST, shard_info
 from tests.support.sidecar.waiting import until
 from tests.support.tiers.objects import MemoryObjectStore
 
@@ -24,6 +27,8 @@ from holdfast_core.messages.schema import (
     RestorePoint,
 )
 from holdfast_core.store.tier import ObjectTier
+from holdfast_sidecar.coordinator.ledger import StepEntry
+from holdfast_sidecar.coordinator.plan import build_manifest
 
 ROUND = RestartRound(1)
 BEFORE = RestartRound(0)
@@ -174,3 +179,25 @@ async def test_an_upload_that_cannot_end_does_not_hold_up_the_later_ones(tmp_pat
             lambda: {m.upload.step for m in members.of(Plan) if m.upload is not None} == {10, 12},
             "the next step is uploaded in its place",
         )
+
+
+@pytest.mark.fault("The store holds another manifest of the last step of a gang")
+async def test_a_manifest_that_conflicts_at_the_end_is_not_put_again_without_a_pause(
+    tmp_path: Path,
+) -> None:
+    entry = StepEntry(Step(1), ROUND, 2)
+    for rank in map(Rank, RANKS):
+        entry.shards[rank], entry.layouts[rank] = shard_info(rank, OTHER_DIGEST), LAYOUT
+    other = build_manifest(CONTRACT, None, entry).manifest
+    store = ObjectTier(MemoryObjectStore())
+    store.put_manifest(CONTRACT.namespace, CONTRACT.job_uid, entry.checkpoint, other)
+    policy = Policy(interval_steps=1)
+    async with World(tmp_path, Members(), policy, store, round=ROUND) as world:
+        world.coordinator.start()
+        world.prepare(1)
+        await world.reaches(Level.LOCAL, 1)
+        idle = world.clock.sleepers
+        for rank in RANKS:
+            shard = replace(world.shard(rank, 1), committed=True, uploaded=True)
+            world.tell(rank, shards=(shard,), done=True)
+        await until(lambda: world.clock.sleepers > idle, "a pause", seconds=20)

@@ -259,19 +259,18 @@ class GangUploads:
                     self._ledger.upload_whole(entry)
                     self._versioned.tick()
                     continue
-            except AlreadyExistsError as error:
-                self._note(entry, error)
-                self._ledger.upload_ended(entry, persisted=False)
             except Exception as error:  # noqa: BLE001 - otherwise uploads stop silently
-                self._note(entry, error)
+                self._failures.note(
+                    "manifests in the store", TierName.OBJECT, error, step=entry.step
+                )
+                if isinstance(error, AlreadyExistsError):
+                    self._ledger.upload_ended(entry, persisted=False)
+                # A step at the end of the gang is queued again.
                 await self._clock.sleep(backoff.next_seconds())
             else:
                 backoff.reset()
                 self._persisted(entry)
             self._on_change()
-
-    def _note(self, entry: StepEntry, error: Exception) -> None:
-        self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
 
     async def _requested(
         self, store: ObjectTier, checkpoint: CheckpointId
