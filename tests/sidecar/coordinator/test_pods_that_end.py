@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.sidecar.coordinators import CoordinatorWorld
+from tests.support.sidecar.waiting import until
 from tests.support.tiers.objects import MemoryObjectStore
 
-from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.schema import Policy, WorkerReport, WorkerReports
+from holdfast_core.ids import Level, RestartRound, Worker
+from holdfast_core.messages.schema import Ok, Policy, WorkerReport, WorkerReports
 from holdfast_core.store.tier import ObjectTier
 
 COPIES = Policy(interval_steps=1, peer_copies=1)
 ELASTIC = Policy(interval_steps=1, peer_copies=1, shrinks=True)
 NO_COPIES = Policy(interval_steps=1, peer_copies=0)
+
+
+class Members:
+    """Members that accept everything."""
+
+    async def call(self, *_: Any) -> Ok:
+        return Ok(RestartRound(0))
 
 
 def report(worker: int, *, ends: bool = False) -> WorkerReports:
@@ -57,3 +68,42 @@ async def test_pods_that_end_do_not_wait_for_a_worker_that_is_silent(tmp_path: P
         assert world.coordinator.report(report(0, ends=True)).waits_for_store
         world.clock.advance(21.0)
         assert not world.coordinator.report(report(0, ends=True)).waits_for_store
+
+
+@pytest.mark.fault("The operator is away while the last pod of a gang saves and ends")
+async def test_a_pod_ends_when_the_operator_knows_of_the_newest_step_in_the_store(
+    tmp_path: Path,
+) -> None:
+    """The report that the pod leaves may come before those of its last step. With all pods gone, a step that
+    the operator does not know of is lost."""
+    store = ObjectTier(MemoryObjectStore())
+    policy = replace(NO_COPIES, object_every_steps=1)
+    async with CoordinatorWorld(tmp_path, Members(), policy, store) as world:
+        coordinator = world.coordinator
+        coordinator.start()
+
+        async def persist(step: int) -> None:
+            shards = [replace(world.shard(r, step), committed=True) for r in (0, 1)]
+            for rank, shard in enumerate(shards):
+                world.tell(rank, shards=(shard,))
+            await until(lambda: coordinator.levels()[Level.LOCAL] == step, f"step {step} is local")
+            for rank, shard in enumerate(shards):
+                world.tell(rank, shards=(replace(shard, uploaded=True),))
+            await until(lambda: coordinator.levels()[Level.PERSISTED] == step, f"step {step}")
+
+        async def told() -> None:
+            state = await coordinator.state(0, 0, 0, acknowledges=True)
+            await coordinator.state(state.version, 0, 0, acknowledges=True)
+
+        await persist(1)
+        world.tell(0, ends=True, leaves=True)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        await told()
+        assert coordinator.may_end
+        await persist(2)
+        assert not coordinator.may_end
+        for _ in range(50):
+            await asyncio.sleep(0)
+        await told()
+        assert coordinator.may_end

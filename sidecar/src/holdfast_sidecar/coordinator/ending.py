@@ -6,6 +6,7 @@ from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Level, TierName
+from holdfast_core.messages.schema import RestorePoint
 from holdfast_sidecar.coordinator.commit import Commits, RoundParts
 from holdfast_sidecar.coordinator.ledger import StepEntry
 from holdfast_sidecar.coordinator.plan import shard_infos
@@ -31,8 +32,8 @@ class GangEnd:
         self._versioned = versioned
         self._done_at: float | None = None
         self._finished_version: int | None = None
-        self._left_version: int | None = None
-        """Version that reports the last step of a gang with a leaving pod as persisted."""
+        self._left: tuple[RestorePoint | None, int] | None = None
+        """The newest persisted step of a gang with a leaving pod, and the version that reports it."""
         self._gave_up = False
         self._is_over = False
         """Whether the operator has ended the job. Its pods stay until the newest step is persisted."""
@@ -55,8 +56,10 @@ class GangEnd:
         """
         if not self._only_store_stays:
             return self._commits.idle
-        version = self._left_version
-        return self._commits.idle and version is not None and self._versioned.acknowledged(version)
+        if self._left is None or not self._commits.idle:
+            return False
+        reported, version = self._left
+        return reported == self._parts.uploads.last and self._versioned.acknowledged(version)
 
     async def run(self) -> None:
         """Finish the job after all ranks have returned 0.
@@ -119,8 +122,10 @@ class GangEnd:
     def _persist_last_step(self) -> None:
         """Persist the step at which the ranks have stopped, then report it to the operator immediately."""
         self._parts.uploads.finish(self._newest_that_stays())
-        if self._left_version is None and self._commits.idle:
-            self._left_version = self._versioned.bump(urgent=True)
+        last = self._parts.uploads.last
+        # The reports of other workers may still have to say that they have saved a newer step.
+        if self._commits.idle and (self._left is None or self._left[0] != last):
+            self._left = last, self._versioned.bump(urgent=True)
             logs.info("the last step is persisted: a pod leaves", round=self._parts.message.round)
 
     async def _adopt_restore_point(self) -> None:
