@@ -11,9 +11,9 @@ import pytest
 from tests.support.sidecar.lifecycle_bed import SlowNode, World
 from tests.support.sidecar.rounds import round_message
 
-from holdfast_core.errors import StaleRoundError
-from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.schema import Round, Seal
+from holdfast_core.errors import StaleRoundError, TierError
+from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.messages.schema import RestorePoint, Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.rounds import OPERATOR
 
@@ -96,4 +96,29 @@ async def test_an_inventory_from_before_the_end_of_a_seal_does_not_carry_its_rou
     assert (await seal).round == 5
     go_on.set()
     assert (await early).round == 4
+    world.pools.close()
+
+
+@pytest.mark.fault("A node's disk fails for a moment when a round begins")
+async def test_a_round_that_could_not_begin_begins_when_it_is_repeated(
+    slow: SlowNode, tmp_path: Path
+) -> None:
+    """A sidecar that took the round for begun would neither restore nor coordinate, and the gang would wait
+    without end."""
+    slow.go_on.set()
+    world = World(slow, tmp_path)
+    message = round_message(4, version=1, restore_point=RestorePoint(Step(10), RestartRound(3)))
+    errors = [TierError("listing: Input/output error")]
+
+    def list_shards() -> list[Any]:
+        if errors:
+            raise errors.pop()
+        return []
+
+    slow.list_shards = list_shards
+    with pytest.raises(TierError):
+        await world.lifecycle.round(OPERATOR, message)
+    assert world.current.state.accepted is None
+    await world.lifecycle.round(OPERATOR, message)
+    assert world.rehydrations == [message]
     world.pools.close()

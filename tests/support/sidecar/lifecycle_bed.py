@@ -68,6 +68,9 @@ class PlayedStager:
     def seal(self) -> None:
         return
 
+    def recover(self, *_: object) -> None:
+        return
+
     async def settle(self, seconds: float) -> bool:
         self.settle_seconds.append(seconds)
         await self.wait()
@@ -127,11 +130,14 @@ class World:
             self.gang,
             SimpleNamespace(  # type: ignore[arg-type]
                 reset=self._nothing,
+                begin=lambda: None,
                 end_ranks=self._nothing,
                 has_launcher=True,
                 evaluate=lambda: self.evaluated.append(True),
             ),
-            SimpleNamespace(end=self._nothing),  # type: ignore[arg-type]
+            SimpleNamespace(  # type: ignore[arg-type]
+                begin=lambda message: None, end=self._nothing
+            ),
             changed,
         )
         self.lifecycle = Lifecycle(

@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast_core import logs
-from holdfast_core.errors import AlreadyExistsError, NotFoundError, RefusedError
+from holdfast_core.errors import AlreadyExistsError, HoldfastError, NotFoundError, RefusedError
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import FinishCommit, Inventory, Refusal, Round, Seal
@@ -277,10 +277,11 @@ class Lifecycle:
         Raises:
             StaleRoundError: The round is older than the current one.
             RefusedError: NOT_SEALED, NOT_NEWER, or NOT_MEMBER if the caller is not the operator.
+            TierError: The node tier cannot be read or changed. The sidecar stays sealed.
         """
         async with self._lock:
             self._check(caller, message)
-            before = self._pod.state.accepted
+            sealed, before = self._pod.state, self._pod.state.accepted
             becomes = self._pod.state.named_in(message)
             if becomes is not None and becomes != self._pod.state.worker:
                 # The worker is recorded first: a process that dies here is this worker when it starts again.
@@ -297,7 +298,15 @@ class Lifecycle:
             self._telemetry.metrics.level(pending=self._saves.flow.pending, round_=message.round)
             if before is None:
                 logs.info("round begins", round=message.round, step=message.restore_point.step)
-                await self._begin(message)
+                try:
+                    await self._begin(message)
+                except HoldfastError:
+                    # The operator repeats ROUND. A sidecar that held it already would begin nothing then.
+                    if self._pod.state.accepted is message:
+                        self._pod.current.state = replace(
+                            sealed, worker=self._pod.state.worker, version_floor=message.version
+                        )
+                    raise
             else:
                 await self._continue(before, message)
             return await self.inventory()
