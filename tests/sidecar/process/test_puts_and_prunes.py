@@ -15,6 +15,7 @@ from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.rounds import first_round
 from tests.support.sidecar.waiting import until
 
+from holdfast_core.errors import CapacityError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Plan, RestorePoint
@@ -132,6 +133,23 @@ async def test_a_manifest_without_its_shard_is_not_stored_and_the_step_is_lost(
     world.take(POINT)
     await until(lambda: world.lost == [HEADER.step], "the step is lost")
     assert world.node.list_manifests() == ()
+    await world.close()
+
+
+@pytest.mark.fault("A step is given up while a node has no room for its manifest")
+async def test_a_manifest_that_is_wanted_no_more_is_no_failure(world: World) -> None:
+    """While a node reports that it has no room, checkpoints are pruned that would be kept otherwise."""
+    world.node.write_shard(HEADER, BytesSource(DATA))
+
+    def full(*_: object) -> None:
+        raise CapacityError("no room for the manifest")
+
+    world.node.put_manifest = full  # type: ignore[method-assign, assignment]
+    world.take(POINT)
+    await until(lambda: bool(world.failures.current), "the failure is reported")
+    world.take()
+    await world.go_on()
+    assert world.failures.current == ()
     await world.close()
 
 

@@ -348,6 +348,8 @@ class ManifestRequests:
                 await self._pod.clock.sleep(backoff.next_seconds())
         finally:
             self._coming.pop(checkpoint).set()
+            # Nothing repeats it once the plan names it no more, and a full node is relieved while it lasts.
+            self._failures.healthy(subject)
 
     async def _fetched(self, checkpoint: CheckpointId, wanted: Digest) -> bytes:
         """Return the document, from the own coordinator or on the way to it, and keep it for others.
@@ -389,7 +391,6 @@ class ManifestRequests:
             flow.has_lost(checkpoint.step)
             return True
         await self._pools.meta.run(self._node.put_manifest, uid, checkpoint, document)
-        self._failures.healthy(f"manifest of step {checkpoint.step}")
         flow.committed(checkpoint.step, checkpoint.round)
         # The table of a process that has just started may not have the shards yet.
         return flow.is_committed(checkpoint.step, checkpoint.round)
