@@ -32,7 +32,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.canonical import digest_of
-from holdfast_core.ids import Digest, Rank, ShardRef
+from holdfast_core.ids import CheckpointId, Digest, Rank, ShardRef, Step
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.shards.file import ShardRecord
 from holdfast_sidecar.base.tiers import Pools
@@ -74,15 +74,21 @@ class World:
         self.store = Store(self.node, *errors)
         self.clock = ManualClock()
         self.pools = Pools(disk=1, fetch=1, store=1)
+        self.reported: list[str] = []
+        """The failures at each change of them, and at the end of the restore."""
         self.changed = asyncio.Event()
         self.on_change: Callable[[], object] = self.changed.set
         """Called when a failure is reported, and when the restore point is here."""
         self.rehydrator = rehydrator_of(
-            STATE, self.node, self.store, self.pools, self.clock, lambda: self.on_change()
+            STATE, self.node, self.store, self.pools, self.clock, self._on_change
         )
         self.restored = Restored(
             POINT, MANIFEST, {RANK: MANIFEST.ref(RANK)}, {RANK: len(PAYLOAD)}, {}
         )
+
+    def _on_change(self) -> None:
+        self.reported.append(self.rehydrator.failures.text)
+        self.on_change()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """End the pauses between attempts until the condition holds.
@@ -136,6 +142,19 @@ async def test_a_final_failure_is_reported_at_once(final: HoldfastError) -> None
         assert str(final) in world.rehydrator.failures.text
         assert not world.rehydrator.failures.may_pass
         assert world.store.asked == 1
+
+
+@pytest.mark.fault("A sidecar restarts after its round has pruned the restore point")
+async def test_a_restore_point_that_the_round_has_outlived_is_not_missed() -> None:
+    """The operator would end the ranks, which have trained from it for long."""
+    async with running(NONE, NONE, AWAY) as world:
+        newer = CheckpointId(Step(MANIFEST.step + 1), ROUND.round)
+        world.node.put_manifest(JOB.uid, newer, DOCUMENT)
+        world.rehydrator.begin(ROUND)
+        await world.until(lambda: world.store.asked >= 3)
+        world.clock.advance(PATIENCE_SECONDS)
+        await world.until(lambda: world.rehydrator.restored is not None)
+        assert world.reported == [""]
 
 
 @pytest.mark.fault("A new round begins at the moment at which a restore of the old one tries again")

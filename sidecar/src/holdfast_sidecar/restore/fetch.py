@@ -52,6 +52,7 @@ class Fetcher:
 
     def __init__(self, pod: Pod, tiers: Tiers, members: Members, metrics: Metrics) -> None:
         self._pod = pod
+        self._tiers = tiers
         self._node = tiers.node
         self._store = tiers.store
         self._pools = tiers.pools
@@ -66,6 +67,11 @@ class Fetcher:
     def namespace_of(self, point: RestorePoint) -> str:
         """Return the namespace, in the keys of the store, of the job that saved the checkpoint."""
         return self._pod.namespace_of(point)
+
+    async def is_outlived(self) -> bool:
+        """Return whether the present round has committed a step. Its ranks have been restored then."""
+        found = await self._tiers.checkpoints(self._pod.job_uid)
+        return any(checkpoint.round == self._pod.state.round for checkpoint in found)
 
     def others(self) -> tuple[Member, ...]:
         """Return all other members, beginning with the targets of this worker's copies."""

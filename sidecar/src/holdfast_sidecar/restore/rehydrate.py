@@ -7,7 +7,8 @@ another number of ranks, only its manifest is brought here.
 
 `Rehydrator.failures` report to the operator what was tried: immediately if every place replied that it has
 nothing, and after `Settings.restore_patience_seconds` if a place that may have the data is unreachable
-or busy.
+or busy. They report nothing in a round that has committed a step: its ranks were restored before this process
+restarted, and the restore point may have been pruned.
 """
 
 from __future__ import annotations
@@ -113,9 +114,10 @@ class Rehydrator:
         while True:
             self._retry.clear()
             source_errors = SourceErrors()
-            restored = None
+            restored, is_needed = None, True
             try:
                 restored = await self._attempt(point, source_errors)
+                is_needed = restored is None and not await self._fetcher.is_outlived()
             except (HoldfastError, OSError) as error:
                 source_errors.failed("this node", error)
             if restored is not None:
@@ -135,7 +137,7 @@ class Rehydrator:
                 logs.warning(
                     "the restore point cannot be read yet", step=point.step, source_errors=text
                 )
-            if patience.over or not source_errors.retryable:
+            if is_needed and (patience.over or not source_errors.retryable):
                 self.failures.note(None, text, is_final=not source_errors.retryable)
             # asyncio.wait_for of Python 3.11 ignores a cancellation that comes with the retry.
             with suppress(TimeoutError):
