@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.shards.builders import shard_header
 from tests.support.shards.shard_files import flip_bit, write_shard
 
-from holdfast_core.errors import CorruptionError
+from holdfast_core.errors import CorruptionError, UnreadableError
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_core.store.upload import WholeShard, crc_between
@@ -106,3 +106,14 @@ def test_a_file_that_is_too_short_is_an_error(tmp_path: Path) -> None:
     os.truncate(path, 4096 + 10_000)
     with pytest.raises(CorruptionError, match=r"ends at byte \d+, expected 270336 bytes"):
         parts_of(reader, 10_000)
+
+
+def test_a_file_that_cannot_be_read_is_no_fault_of_the_store(tmp_path: Path) -> None:
+    reader, path = open_shard(tmp_path, 4 * 65_536)
+    whole = parts_of(reader, 1 << 20)
+    with path.open("ab") as unreadable:
+        os.dup2(unreadable.fileno(), reader.fd)
+        with pytest.raises(UnreadableError):
+            list(whole[0].data())
+        with pytest.raises(UnreadableError):
+            parts_of(reader, 10_000)

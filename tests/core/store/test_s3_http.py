@@ -19,7 +19,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from tests.support.clock import ManualClock
 
-from holdfast_core.errors import ConfigError, CorruptionError, UnavailableError
+from holdfast_core.errors import (
+    ConfigError,
+    CorruptionError,
+    UnavailableError,
+    UnreadableError,
+)
 from holdfast_core.store.s3.http import (
     Body,
     CertificateError,
@@ -281,6 +286,14 @@ def test_a_file_that_became_shorter_is_corrupt(tmp_path: Path) -> None:
     path.write_bytes(b"12345")
     with path.open("rb") as file, server(silence) as endpoint:
         with pytest.raises(CorruptionError):
+            put(pool_of(endpoint), FileRange(file.fileno(), 0, 10))
+
+
+@pytest.mark.fault("The disk does not return a shard while it is uploaded (EIO)")
+def test_a_file_that_cannot_be_read_is_no_fault_of_the_store(tmp_path: Path) -> None:
+    with (tmp_path / "f").open("wb") as file, server(silence) as endpoint:
+        file.write(b"0123456789")
+        with pytest.raises(UnreadableError, match="reading a shard file"):
             put(pool_of(endpoint), FileRange(file.fileno(), 0, 10))
 
 

@@ -10,6 +10,7 @@ from tests.support.shards.builders import BytesSource, shard_header
 from tests.support.sidecar.flows import AcceptingMember, running_flow
 from tests.support.tiers.objects import MemoryObjectStore
 
+from holdfast_core.errors import UnreadableError
 from holdfast_core.ids import RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import (
     PersistRequest,
@@ -18,6 +19,7 @@ from holdfast_core.messages.schema import (
 from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.rules import StoredAs
 from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tiers.base import ShardReader
 from holdfast_sidecar.save.flow import own_shard
 
 BASE = Reference(Step(1), RestartRound(0), 5)
@@ -50,4 +52,26 @@ async def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
         assert whole.uploaded
         assert whole.references == ()
         assert not flow.is_known, "it is reported once more"
+    store.close()
+
+
+@pytest.mark.fault("The disk of a node has bad blocks in a shard that is to be uploaded")
+async def test_a_shard_that_its_disk_does_not_return_is_given_up_and_kept(tmp_path: Path) -> None:
+    store = ObjectTier(MemoryObjectStore())
+    attempts: list[ShardRef] = []
+
+    def unreadable(ref: ShardRef) -> ShardReader:
+        attempts.append(ref)
+        raise UnreadableError("Input/output error", may_pass=True)
+
+    async with running_flow(tmp_path, AcceptingMember(), store=store) as world:
+        record = world.node.write_shard(shard_header(1000), BytesSource(bytes(1000)))
+        world.node.open_shard = unreadable  # type: ignore[method-assign, assignment]
+        world.flow.add(own_shard(record, committed=True))
+        step = record.header.step
+        world.flow.request_upload(PersistRequest(RestartRound(0), step, RestartRound(0)))
+        await world.until_idle()
+        assert world.flow.lost == {step}
+        assert len(attempts) == 10, "it was to be sent five times, and was read again each time"
+        assert world.node.find(record.ref) == record
     store.close()

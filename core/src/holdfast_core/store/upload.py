@@ -35,7 +35,7 @@ from holdfast_core.shards.coding import ChunkEncoder
 from holdfast_core.shards.file import head_bytes
 from holdfast_core.shards.pack import HERE, PLAIN, Coding, PackIndex, pack_index
 from holdfast_core.tiers.base import ShardReader
-from holdfast_core.tiers.objects import FileRange, Part
+from holdfast_core.tiers.objects import FileRange, Part, unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,10 @@ class _FileChecksums:
     def _read(self, span: ByteRange) -> int:
         crc, position = 0, span.start
         while position < span.stop:
-            data = os.pread(self._reader.fd, min(span.stop - position, _MIB), position)
+            try:
+                data = os.pread(self._reader.fd, min(span.stop - position, _MIB), position)
+            except OSError as error:
+                raise unreadable(error) from error
             if not data:
                 raise CorruptionError(
                     f"shard file {self._reader.record.ref}: ends at byte {position}, "

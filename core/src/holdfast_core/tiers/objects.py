@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.errors import CorruptionError, FormatError, UnreadableError
 from holdfast_core.format import keys
 from holdfast_core.format.canonical import append_crc
 from holdfast_core.ids import CheckpointId, Rank
@@ -33,6 +33,11 @@ class FileRange:
     length_bytes: int
 
 
+def unreadable(error: OSError) -> UnreadableError:
+    """Return the error of a file that its disk does not return, which is no fault of the store."""
+    return UnreadableError(f"reading a shard file: {error.strerror or error}", may_pass=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Consecutive bytes of an object."""
@@ -48,7 +53,7 @@ class Part:
 
         Raises:
             CorruptionError: A file is too short. The CRC32C is not compared.
-            OSError: A file cannot be read.
+            UnreadableError: A file cannot be read.
         """
         for piece in self.pieces:
             if isinstance(piece, bytes):
@@ -59,7 +64,10 @@ class Part:
                 continue
             position, stop = piece.offset, piece.offset + piece.length_bytes
             while position < stop:
-                data = os.pread(piece.fd, min(_SLICE_BYTES, stop - position), position)
+                try:
+                    data = os.pread(piece.fd, min(_SLICE_BYTES, stop - position), position)
+                except OSError as error:
+                    raise unreadable(error) from error
                 if not data:
                     raise CorruptionError(f"a shard file ends at byte {position}, expected {stop}")
                 position += len(data)

@@ -7,6 +7,7 @@ store delays only the actions that need it. The reports of this worker list the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from holdfast_core.errors import (
     RefusedError,
     StaleRoundError,
     UnavailableError,
+    UnreadableError,
 )
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
@@ -63,6 +65,9 @@ from holdfast_sidecar.wire.bulk import Members
 
 _KEEP_LAYOUT_SECONDS = 900.0
 """Less than the time after which a node tier deletes a layout that nothing names."""
+_UNREAD_ATTEMPTS = 5
+"""Attempts to send a shard that its disk does not return. With the pauses between them they take seconds, in
+which a disk that fails for a moment works again."""
 _MOST_DROPPED = 1024
 """Dropped steps that are remembered: as many as the coordinator remembers."""
 _REPORTS = "reporting shards to the coordinator"
@@ -131,6 +136,8 @@ class Flow:
         self._running: set[Action] = set()
         self._paused: set[Action] = set()
         self._backoffs: dict[Action, Backoff] = {}
+        self._unread = Counter[ShardKey]()
+        """How often the disk did not return a shard that was to be sent."""
         self._tasks = Tasks()
         self._upload_requests: dict[tuple[Step, RestartRound], PersistRequest] = {}
         self.resuming = False
@@ -249,6 +256,7 @@ class Flow:
         self._running.clear()
         self._paused.clear()
         self._backoffs.clear()
+        self._unread.clear()
         self._upload_requests.clear()
         self._layouts_at.clear()
         self.dropped = self.lost = frozenset()
@@ -368,6 +376,7 @@ class Flow:
         Without it this worker can neither upload nor copy the step, for which the coordinator would wait.
         """
         self._shards.pop(shard.key, None)
+        self._unread.pop(shard.key, None)
         if shard.reported and shard.committed and not shard.uploaded:
             self.lost |= {shard.key.step}
 
@@ -375,7 +384,9 @@ class Flow:
         """Handle bytes of an own shard that did not verify at their receiver, or when they were read.
 
         The copy on this node is read again, and is quarantined only if this read finds it damaged. A peer
-        with faulty memory must not cause the quarantine of a good copy.
+        with faulty memory must not cause the quarantine of a good copy. A copy that the disk does not return
+        stays where it is. Its upload is given up when it could not be read again and again: the later steps
+        wait for it.
         """
         shard = self._shards.get(action.key)
         if shard is None:
@@ -384,6 +395,14 @@ class Flow:
             damage = await self._tiers.quarantine_if_damaged(
                 shard.ref, self._tiers.pools.read, self._metrics
             )
+        except UnreadableError as failure:
+            self._unread[shard.key] += 1
+            if self._unread[shard.key] < _UNREAD_ATTEMPTS:
+                self._failed(action, failure)
+            else:
+                self._lose(shard)
+                self._failures.note(_subject(action), TierName.NODE, failure, step=action.key.step)
+            return
         except Exception as failure:  # noqa: BLE001 - as in _run
             self._failed(action, failure)
             return

@@ -24,7 +24,7 @@ from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import ConfigError, CorruptionError, TierError, UnavailableError
 from holdfast_core.pacing import MinimumRate, RatedSocket
 from holdfast_core.tasks import Closing
-from holdfast_core.tiers.objects import FileRange
+from holdfast_core.tiers.objects import FileRange, unreadable
 
 SLICE_BYTES = 1 << 20
 """Bytes that one `sendall` passes to a socket. The idle time-out bounds the whole call, so each slice must
@@ -370,7 +370,10 @@ def _send_slices(sock: ssl.SSLSocket, body: FileRange, sent: Callable[[int], obj
     buffer = memoryview(bytearray(min(SLICE_BYTES, body.length_bytes)))
     position, stop = body.offset, body.offset + body.length_bytes
     while position < stop:
-        count = os.preadv(body.fd, [buffer[: min(len(buffer), stop - position)]], position)
+        try:
+            count = os.preadv(body.fd, [buffer[: min(len(buffer), stop - position)]], position)
+        except OSError as error:
+            raise unreadable(error) from error
         if count == 0:
             raise CorruptionError("shard file became shorter while it was sent")
         sock.sendall(buffer[:count])
@@ -396,8 +399,19 @@ def _send_file(
             if events[0][1] & select.POLLIN:
                 return False
             continue
+        except OSError:
+            _expect_readable(body.fd, position)
+            raise
         if count == 0:
             raise CorruptionError("shard file became shorter while it was sent")
         sent(count)
         position += count
     return True
+
+
+def _expect_readable(fd: int, position: int) -> None:
+    """Raise UnreadableError if a file and not the connection has failed. One call moves bytes of both."""
+    try:
+        os.pread(fd, 1, position)
+    except OSError as error:
+        raise unreadable(error) from error
