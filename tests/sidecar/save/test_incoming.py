@@ -29,7 +29,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.canonical import digest_of
-from holdfast_core.ids import Digest, JobUid, RestartRound, ShardRef, TierName, Worker
+from holdfast_core.ids import Digest, JobUid, RestartRound, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Member, Refusal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import ShardRecord
@@ -90,8 +90,13 @@ class World:
         self.round = CurrentRound(accepted(round_message(ROUND, workers=3), worker=1))
         settings = Settings(contract_with(worker=Worker(1)), call_seconds=call_seconds)
         members: Any = SimpleNamespace(bulk=self.owner, control=self.owner)
+        self.dropped: set[int] = set()
+        """The steps that plans of this round have dropped."""
         self.copies = IncomingCopies(
-            Pod(settings, SystemClock(), self.round), Tiers(self.node, None, self.pools), members
+            Pod(settings, SystemClock(), self.round),
+            Tiers(self.node, None, self.pools),
+            members,
+            lambda: {Step(step) for step in self.dropped},
         )
 
     def take(self, ref: ShardRef, layout: Digest | None = None) -> asyncio.Task[CopyReply]:
@@ -283,6 +288,19 @@ async def test_a_copy_of_a_step_that_was_pruned_meanwhile_is_not_kept(
             await request
         assert here.node.list_shards() == ()
         assert (await here.take(shard(8).ref)).durable
+
+
+@pytest.mark.fault("A target of copies learns earlier than their owner that a step was dropped")
+async def test_a_step_that_was_dropped_is_not_copied() -> None:
+    """Nothing would delete the copy in this round, which may last for months."""
+    async with world() as here:
+        here.owner.may_end.set()
+        here.dropped = {7}
+        ref = replace(shard(7).ref, round=ROUND)
+        with pytest.raises(NotFoundError):
+            await here.take(ref)
+        assert here.owner.copies == 0
+        assert (await here.take(replace(ref, round=RestartRound(ROUND - 1)))).durable
 
 
 async def test_a_shard_of_another_job_is_refused() -> None:

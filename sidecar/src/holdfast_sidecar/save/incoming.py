@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 from holdfast_core import logs
@@ -70,10 +70,18 @@ class OtherTables:
 class IncomingCopies:
     """The copies that this worker makes. All methods run on the event loop."""
 
-    def __init__(self, pod: Pod, tiers: Tiers, members: Members) -> None:
+    def __init__(
+        self,
+        pod: Pod,
+        tiers: Tiers,
+        members: Members,
+        dropped: Callable[[], Collection[Step]],
+    ) -> None:
+        """Create the copies. `dropped` returns the steps of this round that plans have dropped."""
         self._pod = pod
         self._tiers = tiers
         self._members = members
+        self._dropped = dropped
         self._reply_seconds = pod.settings.call_seconds / 3
         """Longest wait for the end of a copy before its request is answered."""
         self._running: dict[ShardRef, asyncio.Task[int]] = {}
@@ -94,7 +102,7 @@ class IncomingCopies:
             RefusedError: The shard is of another job (NotAssigned), this node has no room (NoSpace), or
                 the copy failed and may succeed later (Busy).
             CorruptionError: The bytes of the caller did not verify.
-            NotFoundError: The caller does not have the shard, or its step was pruned meanwhile.
+            NotFoundError: The caller does not have the shard, or its step was pruned here.
             StaleRoundError: The round was sealed meanwhile.
         """
         ref = request.shard
@@ -104,6 +112,9 @@ class IncomingCopies:
                 f"a copy of a shard of job {ref.job_uid}: this is a sidecar of job "
                 f"{self._pod.contract.job_uid}",
             )
+        if ref.round == self._pod.state.round and ref.step in self._dropped():
+            # The caller has not received this plan yet. Nothing would delete the copy before the next round.
+            raise _was_pruned(ref)
         if ref not in self._running and request.layout is None and await self._holds(ref):
             return CopyReply(durable=True)
         if ref not in self._running:
@@ -193,4 +204,4 @@ class IncomingCopies:
 
 
 def _was_pruned(ref: ShardRef) -> NotFoundError:
-    return NotFoundError(f"{ref}: step {ref.step} was pruned while the shard was copied")
+    return NotFoundError(f"{ref}: step {ref.step} was pruned on this node")
