@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tests.support.sidecar.flows import AcceptingMember, running_flow
 
 from holdfast_core.ids import ShardRef, TierName, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Failure, Refusal, Refused
+from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.wire.client import raise_refused
 
@@ -96,6 +99,29 @@ async def test_a_target_that_cannot_copy_now_is_asked_again(tmp_path: Path, code
         world.flow.add(own_shard(record, committed=True))
         await world.until_idle()
         assert peer.copied == [record.ref, record.ref]
+
+
+@pytest.mark.fault("A round is sealed while a large shard is read again")
+async def test_a_shard_that_is_read_again_delays_no_seal(tmp_path: Path) -> None:
+    """A seal reads the record of the round and lists what is here, within the operator's patience."""
+    reads, go_on = threading.Event(), threading.Event()
+    async with running_flow(tmp_path, RefusingOnce(Refusal.CONFLICT)) as world:
+        record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+        opened = world.node.open_shard
+
+        def slow(ref: ShardRef) -> DiskShardReader:
+            reads.set()
+            assert go_on.wait(60)
+            return opened(ref)
+
+        world.node.open_shard = slow  # type: ignore[method-assign]
+        world.flow.add(own_shard(record, committed=True))
+        assert await asyncio.to_thread(reads.wait, 60)
+        try:
+            await asyncio.wait_for(world.pools.read.run(len, ()), 10)
+        finally:
+            go_on.set()
+        await world.until_idle()
 
 
 @pytest.mark.fault("A node loses a shard that is to be copied")

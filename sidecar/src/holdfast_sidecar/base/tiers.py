@@ -27,7 +27,7 @@ class Pools(SavePools):
       copies ROUND usually assigns to one worker, so that a member that stalls delays only its own copies.
     * `fetch`: read what ranks wait for, from peers and from the store.
     * `store`: upload, and clean up the store.
-    * `scrub`: read the node tier again, slowly.
+    * `scrub`: read the node tier again, slowly, and shards that may be damaged.
     """
 
     def __init__(self, *, disk: int, fetch: int, store: int) -> None:
@@ -69,13 +69,14 @@ class Tiers:
         return frozenset(checkpoint for uid, checkpoint in found if uid == job_uid)
 
     async def quarantine_if_damaged(
-        self, ref: ShardRef, pool: Pool, metrics: Metrics
+        self, ref: ShardRef, metrics: Metrics
     ) -> CorruptionError | None:
         """Read a whole shard of this node, and quarantine and count it if it does not verify.
 
+        This may take minutes. It delays the scrub only, and neither a seal nor a restore.
+
         Args:
             ref: The shard.
-            pool: The threads to read it in.
             metrics: Receives the count.
 
         Returns:
@@ -85,7 +86,7 @@ class Tiers:
             NotFoundError: The shard is not on this node.
             HoldfastError, OSError: The shard cannot be read or moved.
         """
-        damage = await pool.run(self.damage, ref)
+        damage = await self.pools.scrub.run(self.damage, ref)
         if damage is not None:
             metrics.corruption(TierName.NODE)
             await self.pools.meta.run(self.node.quarantine, ref, damage)

@@ -392,9 +392,7 @@ class Flow:
         if shard is None:
             return
         try:
-            damage = await self._tiers.quarantine_if_damaged(
-                shard.ref, self._tiers.pools.read, self._metrics
-            )
+            damage = await self._tiers.quarantine_if_damaged(shard.ref, self._metrics)
         except UnreadableError as failure:
             self._unread[shard.key] += 1
             if self._unread[shard.key] < _UNREAD_ATTEMPTS:

@@ -49,9 +49,7 @@ class Verifier:
     async def _verify(self, ref: ShardRef) -> None:
         failures = self._telemetry.failures
         try:
-            damage = await self._tiers.quarantine_if_damaged(
-                ref, self._tiers.pools.fill, self._telemetry.metrics
-            )
+            damage = await self._tiers.quarantine_if_damaged(ref, self._telemetry.metrics)
         except NotFoundError:
             return
         except (HoldfastError, OSError) as error:
