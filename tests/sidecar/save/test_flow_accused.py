@@ -79,7 +79,7 @@ async def test_a_bad_copy_is_quarantined_and_never_offered_again(tmp_path: Path)
         record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
         flip_bit(world.node.shard_path(record.ref), 4096 + SIZE // 2)
         bad: list[ShardRef] = []
-        world.flow.damaged.subscribe(bad.append)
+        world.flow.gone.subscribe(bad.append)
         world.flow.add(own_shard(record, committed=True))
         await world.until_idle()
         assert peer.copied == [record.ref]
@@ -133,12 +133,15 @@ async def test_a_shard_that_its_owner_has_no_more_holds_up_no_other(tmp_path: Pa
             for step in (1, 2)
         )
         world.node.delete_shard(gone.ref)
+        fetched: list[ShardRef] = []
+        world.flow.gone.subscribe(fetched.append)
         for record in (gone, later):
             world.flow.add(own_shard(record, committed=True))
         await world.until_idle()
         assert peer.copied == [gone.ref, later.ref]
         assert [shard.ref for shard in world.flow.shards()] == [later.ref]
         assert world.flow.lost == {1}
+        assert fetched == [gone.ref]
 
 
 @pytest.mark.fault("A target prunes a step before the sender of its copy does")

@@ -123,7 +123,7 @@ class Sidecar:
         )
         replacer = Replacer(tiers, restores.fetcher, current)
         restores.filler.lost.subscribe(replacer.shard_is_bad)
-        saves.flow.damaged.subscribe(replacer.shard_is_bad)
+        saves.flow.gone.subscribe(replacer.shard_is_bad)
         self._scrubber = Scrubber(
             pod,
             tiers,

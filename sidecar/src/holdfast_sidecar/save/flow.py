@@ -130,8 +130,8 @@ class Flow:
         self._metrics = telemetry.metrics
         self._failures = telemetry.failures
         self._on_change = on_change
-        self.damaged: Signal[[ShardRef]] = Signal()
-        """Called with an own shard that was found damaged and was quarantined."""
+        self.gone: Signal[[ShardRef]] = Signal()
+        """Called with an own shard that this node has lost, or can no longer read."""
         self._shards: dict[ShardKey, OwnShard] = {}
         self._running: set[Action] = set()
         self._paused: set[Action] = set()
@@ -379,6 +379,7 @@ class Flow:
         self._unread.pop(shard.key, None)
         if shard.reported and shard.committed and not shard.uploaded:
             self.lost |= {shard.key.step}
+        self.gone(shard.ref)
 
     async def _handle_corruption(self, action: Action, error: CorruptionError) -> None:
         """Handle bytes of an own shard that did not verify at their receiver, or when they were read.
@@ -408,7 +409,6 @@ class Flow:
             self._failed(action, UnavailableError(f"{error}; but the copy on this node is intact"))
             return
         self._lose(shard)
-        self.damaged(shard.ref)
         self._failures.note(_subject(action), TierName.NODE, damage, step=action.key.step)
 
     async def _do(self, action: Action, shard: OwnShard) -> None:
