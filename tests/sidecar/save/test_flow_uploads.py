@@ -10,7 +10,7 @@ from tests.support.shards.builders import BytesSource, shard_header
 from tests.support.sidecar.flows import AcceptingMember, running_flow
 from tests.support.tiers.objects import MemoryObjectStore
 
-from holdfast_core.errors import UnreadableError
+from holdfast_core.errors import UnavailableError, UnreadableError
 from holdfast_core.ids import RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import (
     PersistRequest,
@@ -74,4 +74,28 @@ async def test_a_shard_that_its_disk_does_not_return_is_given_up_and_kept(tmp_pa
         assert world.flow.lost == {step}
         assert len(attempts) == 10, "it was to be sent five times, and was read again each time"
         assert world.node.find(record.ref) == record
+    store.close()
+
+
+@pytest.mark.fault("The coordinator gives an upload up that other workers have not finished")
+async def test_a_new_request_ends_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards of the step that was given up would take the store's bandwidth first."""
+    store = ObjectTier(MemoryObjectStore())
+
+    def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
+        if ref.step == 1:
+            raise UnavailableError("the store is slow")
+        return StoredAs()
+
+    monkeypatch.setattr(ShardUploader, "upload", upload)
+    async with running_flow(tmp_path, AcceptingMember(), store=store) as world:
+        for step in map(Step, (1, 2)):
+            header = shard_header(1000, step=step)
+            record = world.node.write_shard(header, BytesSource(bytes(1000)))
+            world.flow.add(own_shard(record, committed=True))
+            world.flow.request_upload(PersistRequest(RestartRound(0), step, RestartRound(0)))
+        await world.until_idle()
+        assert [shard.step for shard in world.flow.table if shard.uploaded] == [2]
     store.close()

@@ -139,7 +139,7 @@ class Flow:
         self._unread = Counter[ShardKey]()
         """How often the disk did not return a shard that was to be sent."""
         self._tasks = Tasks()
-        self._upload_requests: dict[tuple[Step, RestartRound], PersistRequest] = {}
+        self._upload_request: PersistRequest | None = None
         self.resuming = False
         """Whether own shards of this round that are on the node tier are still to be added. A report without
         them would say that they are lost."""
@@ -167,7 +167,7 @@ class Flow:
         known = self._shards.get(shard.key)
         if known is not None and known.ref == shard.ref:
             return
-        upload_requested = (shard.key.step, shard.key.round) in self._upload_requests
+        upload_requested = self._is_requested(shard.key)
         # A save that comes after its step was dropped would stay on this node.
         pruned = shard.reported and shard.key.step in self.dropped
         self._shards[shard.key] = replace(shard, upload_requested=upload_requested, pruned=pruned)
@@ -198,17 +198,25 @@ class Flow:
     def request_upload(self, request: PersistRequest) -> None:
         """Upload the own shards of this committed step.
 
-        A shard that is already stored is uploaded again only where `request.whole` is set and the stored
-        shard refers to earlier checkpoints. Without an object store the request is ignored.
+        An earlier request has ended: its step was persisted or given up. A shard that is already stored is
+        uploaded again only where `request.whole` is set and the stored shard refers to earlier checkpoints.
+        Without an object store the request is ignored.
         """
         if self._uploader is None:
             return
-        self._upload_requests[(request.step, request.step_round)] = request
+        self._upload_request = request
         for key, shard in tuple(self._shards.items()):
-            if (key.step, key.round) == (request.step, request.step_round):
-                good = shard.uploaded and not (request.whole and shard.stored_as.references)
-                self._shards[key] = replace(shard, upload_requested=True, uploaded=good)
+            wanted = self._is_requested(key)
+            if wanted or shard.upload_requested:
+                good = shard.uploaded and not (
+                    wanted and request.whole and shard.stored_as.references
+                )
+                self._shards[key] = replace(shard, upload_requested=wanted, uploaded=good)
         self.wake()
+
+    def _is_requested(self, key: ShardKey) -> bool:
+        request = self._upload_request
+        return request is not None and (key.step, key.round) == (request.step, request.step_round)
 
     def coordinator_changed(self) -> None:
         """Record that another worker coordinates the round, which has received no report yet."""
@@ -243,9 +251,8 @@ class Flow:
         self.dropped = frozenset(sorted(self.dropped.union(steps))[-_MOST_DROPPED:])
         self.lost -= set(steps)
         self._shards = {k: s for k, s in self._shards.items() if k.step not in steps}
-        self._upload_requests = {
-            w: r for w, r in self._upload_requests.items() if w[0] not in steps
-        }
+        if self._upload_request is not None and self._upload_request.step in steps:
+            self._upload_request = None
         self._backoffs = {a: b for a, b in self._backoffs.items() if a.key.step not in steps}
         self._on_change()
 
@@ -257,7 +264,7 @@ class Flow:
         self._paused.clear()
         self._backoffs.clear()
         self._unread.clear()
-        self._upload_requests.clear()
+        self._upload_request = None
         self._layouts_at.clear()
         self.dropped = self.lost = frozenset()
         self.coordinator_changed()
@@ -521,12 +528,11 @@ class Flow:
         if self._uploader is None:
             raise UnavailableError("this job has no object store")
         await self._layout(shard)  # stores a lost layout again, for the upload
-        request = self._upload_requests.get((shard.key.step, shard.key.round))
+        request = self._upload_request
+        if not self._is_requested(shard.key):
+            return  # the step was given up meanwhile
         stored_as = await self._tiers.pools.store.run(self._uploader.upload, shard.ref, request)
-        if (
-            self._upload_requests.get((shard.key.step, shard.key.round)) != request
-            and stored_as.references
-        ):
+        if self._upload_request != request and stored_as.references:
             return  # the request has changed meanwhile: upload again as the newer one requires
         self._metrics.stored(
             TierName.OBJECT, shard.info.payload_bytes, self._pod.clock.monotonic() - started
