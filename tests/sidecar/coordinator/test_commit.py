@@ -201,3 +201,22 @@ async def test_a_manifest_that_conflicts_at_the_end_is_not_put_again_without_a_p
             shard = replace(world.shard(rank, 1), committed=True, uploaded=True)
             world.tell(rank, shards=(shard,), done=True)
         await until(lambda: world.clock.sleepers > idle, "a pause", seconds=20)
+
+
+@pytest.mark.fault("A shard is damaged on its node before it was copied")
+async def test_a_step_that_was_lost_before_its_copies_protects_nothing(tmp_path: Path) -> None:
+    """Otherwise it would take the place of a checkpoint that can be read."""
+    members = Members()
+    policy = Policy(interval_steps=1, keep_last=2, peer_copies=1)
+    async with World(tmp_path, members, policy, round=ROUND) as world:
+        world.coordinator.start()
+        for step in (10, 20):
+            await world.replicate(step)
+            await world.reaches(Level.REPLICATED, step)
+        world.prepare(30)
+        await world.reaches(Level.LOCAL, 30)
+        world.tell(1, lost=(Step(30),))
+        await world.replicate(40)
+        await until(lambda: any(m.drop for m in members.of(Plan)), "steps are pruned")
+        dropped = {step for m in members.of(Plan) for step in m.drop}
+        assert dropped == {10, 30}, "40 and 20 stay"

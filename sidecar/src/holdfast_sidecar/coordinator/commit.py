@@ -95,6 +95,8 @@ class Retention:
         self._older: set[CheckpointId] = set()
         """Checkpoints of older rounds on this round's lineage, and of this round where a member lacks its
         shard. Retention counts them besides the ledger's steps."""
+        self._lost: set[CheckpointId] = set()
+        """Checkpoints of this round of which a member lost its shard before it had copies."""
         self._pressed = asyncio.Event()
         """Set when a report contains a failure for lack of room on a node."""
 
@@ -140,13 +142,18 @@ class Retention:
         """
         if not self._ledger.is_forgotten(step):
             self._uploads.lost(step)
+            entry = self._ledger.steps.get(step)
+            is_elsewhere = entry is None or (self._ledger.expects_copies and entry.copied)
             self._ledger.forget((step,), pruned=False)
-            self._older.add(CheckpointId(step, self._parts.message.round))
+            kept = self._older if is_elsewhere else self._lost
+            kept.add(CheckpointId(step, self._parts.message.round))
             self._parts.changed()
 
     def retain(self) -> None:
         """Prune what the retention policy no longer keeps. Call this when a step has all its copies."""
-        gone = steps_to_prune(self._ledger, self._parts.message, self._older, self._uploads.last)
+        gone = steps_to_prune(
+            self._ledger, self._parts.message, self._older, self._uploads.last, lost=self._lost
+        )
         self._forget(gone)
 
     async def make_room(self) -> None:
@@ -165,6 +172,7 @@ class Retention:
                 self._parts.message,
                 self._older,
                 self._uploads.last,
+                lost=self._lost,
                 pressed=True,
                 restored=self._gathered.running,
             )
@@ -183,6 +191,7 @@ class Retention:
 
     def _forget(self, gone: tuple[Step, ...]) -> None:
         self._older = {c for c in self._older if c.step not in gone}
+        self._lost = {c for c in self._lost if c.step not in gone}
         self._ledger.forget(gone)
         self._plans.wake()
 

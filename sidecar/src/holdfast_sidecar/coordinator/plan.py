@@ -188,6 +188,7 @@ def steps_to_prune(
     older: Iterable[CheckpointId],
     persisted: RestorePoint | None,
     *,
+    lost: Iterable[CheckpointId] = (),
     pressed: bool = False,
     restored: bool = False,
 ) -> tuple[Step, ...]:
@@ -198,12 +199,14 @@ def steps_to_prune(
     Args:
         older: Checkpoints of older rounds on this round's lineage. They count as replicated.
         persisted: The newest persisted checkpoint.
+        lost: Checkpoints that may be unreadable. They protect nothing, and go when others protect the job.
         pressed: A node has no room for another shard.
         restored: Every rank has trained from the restore point.
     """
     protecting = Level.REPLICATED if ledger.expects_copies else Level.LOCAL
     committed = (
         *(Committed(c, Level.REPLICATED) for c in older),
+        *(Committed(c, Level.LOCAL, on_lineage=False) for c in lost),
         *(
             Committed(CheckpointId(e.step, e.round), e.level)
             for e in ledger.steps.values()
