@@ -279,6 +279,20 @@ def test_a_store_that_comes_back_in_time_is_used(bed: Bed) -> None:
     assert (bed.objects, bed.steps) == (set(), set())
 
 
+@pytest.mark.fault("A store refuses deletes for two days, and then permits them")
+def test_a_store_that_comes_back_after_thousands_of_attempts_is_used(bed: Bed) -> None:
+    bed.job("gone")
+    bed.checkpoint(1, when="DeleteData")
+    bed.down = True
+    bed.run(10)
+    (progress,) = bed.deletions._progress.values()
+    progress.failures = 2000
+    bed.run(200)
+    bed.down = False
+    bed.run(200)
+    assert (bed.objects, bed.steps) == (set(), set())
+
+
 @pytest.mark.fault("The Secret of a store is gone when data must be deleted")
 def test_a_pod_that_does_not_start_holds_nothing(bed: Bed) -> None:
     bed.job("gone")

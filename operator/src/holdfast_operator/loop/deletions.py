@@ -208,7 +208,7 @@ class Deletions:
     ) -> None:
         now = self.clock.monotonic()
         shortest, longest = AGAIN_SECONDS
-        progress.again_at = now + min(shortest * 2**progress.failures, longest)
+        progress.again_at = now + min(shortest * 2 ** min(progress.failures, 10), longest)
         progress.failures += 1
         progress.why = why
         text = f"deleting data of job {wanted.job} failed, and is tried again: {why}"
