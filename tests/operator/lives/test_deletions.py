@@ -323,6 +323,29 @@ def test_a_store_that_is_gone_holds_nothing(bed: Bed) -> None:
     assert "CheckpointStore main does not exist" in bed.events("DataKept")[0]
 
 
+@pytest.mark.fault("A CheckpointStore is deleted during a deletion, created again, and read in")
+def test_a_store_that_is_created_again_keeps_what_is_imported_from_it(bed: Bed) -> None:
+    bed.job("gone")
+    first = bed.checkpoint(1, deletionPolicy="DeleteData")
+    bed.stuck = True
+    bed.delete(first)
+    bed.run(4)
+    store = bed.api.objects["checkpointstores", NAMESPACE, "main"]
+    bed.api.remove("checkpointstores", NAMESPACE, "main")
+    for pod in bed.api.all("pods", NAMESPACE):  # the store owned them
+        bed.api.remove("pods", NAMESPACE, pod["metadata"]["name"])
+    bed.run(10)
+    assert bed.events("DataKept")
+
+    metadata = {**store["metadata"], "uid": "the-second-one"}
+    bed.api.put("checkpointstores", {**store, "metadata": metadata})
+    bed.checkpoint(1)
+    bed.stuck = False
+    bed.delete(bed.checkpoint(2, deletionPolicy="DeleteData"))
+    bed.run(40)
+    assert (bed.objects, bed.steps) == ({1}, {1})
+
+
 @pytest.mark.fault("A CheckpointStore holds a value of a newer release")
 def test_a_store_that_cannot_be_read_holds_the_object_for_ten_minutes_only(bed: Bed) -> None:
     bed.job("gone")

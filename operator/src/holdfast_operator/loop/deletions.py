@@ -81,18 +81,17 @@ class Deletions:
     clock: Clock
     _seen: dict[str, float] = field(default_factory=dict)
     """Monotonic seconds at which this process first saw a deleted object, by uid."""
-    _progress: dict[tuple[str, str], _Progress] = field(default_factory=dict)
-    """By namespace and name of the store."""
+    _progress: dict[str, _Progress] = field(default_factory=dict)
+    """By uid of the store: what was to be deleted in one that is gone may be kept in the next of its name."""
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Run one pass. Return the seconds after which the next one is due, or None. Raises HoldfastError."""
         group = self.cache.checkpoints.of("delete", namespace, name)
         store = self.cache.stores.get(namespace, name)
         if store is None or store.deleting:
-            hidden = self.cache.unreadable.get(CheckpointStore.KIND, namespace, name) is not None
-            return await self._without_store(namespace, name, group, hidden=hidden)
+            return await self._without_store(namespace, name, group)
         stored = self._gather(namespace, group)
-        progress = self._progress.setdefault((namespace, name), _Progress())
+        progress = self._progress.setdefault(store.uid, _Progress())
         await self._let_late_ones_go(stored, progress)
         if progress.running is None:
             found = await self._due(store, stored, progress) if group else None
@@ -132,12 +131,13 @@ class Deletions:
     # ------------------------------------------------------------------ what cannot be deleted
 
     async def _without_store(
-        self, namespace: str, name: str, group: tuple[Checkpoint, ...], *, hidden: bool
+        self, namespace: str, name: str, group: tuple[Checkpoint, ...]
     ) -> float | None:
         """Let go of all objects if the store does not exist, and of late ones if it cannot be parsed."""
         stored = self._gather(namespace, group)
-        if hidden:
-            progress = self._progress.setdefault((namespace, name), _Progress())
+        hidden = self.cache.unreadable.get(CheckpointStore.KIND, namespace, name)
+        if hidden is not None:
+            progress = self._progress.setdefault(hidden.uid, _Progress())
             progress.why = f"CheckpointStore {name} cannot be read"
             await self._let_late_ones_go(stored, progress)
         else:
