@@ -74,9 +74,6 @@ CHECKPOINTS: dict[str, Callable[[int], Checkpoint]] = {
     "records of an earlier round": lambda n: named(checkpoint(n, 1), n),
     "records of the same step": lambda n: named(checkpoint(40, 2), n),
     "pinned records": lambda n: named(checkpoint(n, 2, pin=True), n),
-    "records without our finalizer": lambda n: named(
-        checkpoint(n, 2, deletion_policy="DeleteData"), n
-    ),
     "records that are pruned": lambda n: named(checkpoint(n, 2, phase="Deleting"), n),
     "deleted records": lambda n: named(
         checkpoint(n, 2, deleting=True, has_finalizer=True, deletion_policy="DeleteData"), n

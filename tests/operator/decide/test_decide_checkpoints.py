@@ -343,14 +343,6 @@ def test_deletes_by_people(view: Checkpoint, committed: int, pruned: bool, relea
     assert bool(only(decision, "delete Checkpoint")) is released
 
 
-def test_delete_data_gets_our_finalizer() -> None:
-    view = checkpoint(40, 2, deletion_policy="DeleteData")
-    decision = decide(world(committed=persisted(40), checkpoints=(view,)), now())
-    (update,) = only(decision, "change Checkpoint")
-    assert update.body["metadata"]["finalizers"] == ["holdfast.dev/delete-data"]
-    assert status_of(update).phase == "Committed"
-
-
 # --------------------------------------------------------------------------- status
 
 

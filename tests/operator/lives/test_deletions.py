@@ -243,6 +243,25 @@ def test_the_data_goes_with_the_object(bed: Bed, state: str) -> None:
     assert not bed.api.all("pods")
 
 
+@pytest.mark.fault("deletionPolicy is edited after the job is over, suspended or gone")
+@pytest.mark.parametrize("state", STATES)
+def test_the_data_goes_with_an_object_whose_policy_was_edited(bed: Bed, state: str) -> None:
+    bed.job(state)
+    gone = bed.checkpoint(1)
+    bed.checkpoint(3)
+    bed.run(4)
+    raw = bed.api.objects["checkpoints", NAMESPACE, gone]
+    raw["spec"]["deletionPolicy"] = "DeleteData"
+    raw["metadata"]["finalizers"] = ["example.com/other"]
+    bed.api.touch(raw)
+    bed.run(4)
+    assert raw["metadata"]["finalizers"] == ["example.com/other", Checkpoint.FINALIZER]
+    raw["metadata"]["finalizers"] = [Checkpoint.FINALIZER]
+    bed.delete(gone)
+    bed.run(20)
+    assert (bed.objects, bed.steps) == ({3}, {3})
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_the_data_stays_with_the_policy_retain(bed: Bed, state: str) -> None:
     bed.job(state)

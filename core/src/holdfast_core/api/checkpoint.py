@@ -360,6 +360,13 @@ class Checkpoint(ApiObject):
         return self.FINALIZER in self.metadata.finalizers
 
     @property
+    def lacks_finalizer(self) -> bool:
+        """Return whether it would go without its data, because a person asked for the deletion of both."""
+        wanted = self.spec.deletion_policy is DeletionPolicy.DELETE_DATA and not self.has_finalizer
+        committed = self.status.phase is CheckpointPhase.COMMITTED
+        return wanted and committed and self.persisted and not self.deleting
+
+    @property
     def deletes_data(self) -> bool:
         """Return whether the data is deleted with the object. The data of a pinned checkpoint stays."""
         return self.spec.deletion_policy is DeletionPolicy.DELETE_DATA and not self.spec.pin

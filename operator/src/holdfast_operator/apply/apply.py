@@ -585,12 +585,10 @@ class JobEffects:
             await cluster.patch_status(Checkpoint.KIND, job.namespace, name, version, status)
 
     async def _change_checkpoint(self, body: Mapping[str, Any], version: str) -> None:
-        """Write the spec and the finalizers that the body has, then the status."""
+        """Write the spec if the body has it, then the status."""
         meta, kind = body["metadata"], Checkpoint.KIND
-        patch = {"spec": body["spec"]} if "spec" in body else dict[str, Any]()
-        if "finalizers" in meta:
-            patch["metadata"] = {"finalizers": meta["finalizers"]}
-        if patch:
+        if "spec" in body:
+            patch = {"spec": body["spec"]}
             version = await self._cluster.patch(
                 kind, meta["namespace"], meta["name"], version, patch
             )

@@ -23,7 +23,6 @@ from holdfast_core.api import (
     CheckpointPhase,
     CheckpointStatus,
     ConditionStatus,
-    DeletionPolicy,
     JobCondition,
     PersistedStep,
     changed,
@@ -184,8 +183,7 @@ def committable(world: World) -> PersistedStep | None:
 def plan(world: World) -> list[Action]:
     """Return the actions on Checkpoint objects while the round starts or runs."""
     requests = _requests(world)
-    actions = [*_projection(world, requests), *requests, *_finalizers(world)]
-    actions.extend(_deletes(world))
+    actions = [*_projection(world, requests), *requests, *_deletes(world)]
     actions.extend(_retention(world))
     if not any(isinstance(action, DesiredObject) for action in actions):
         actions.extend(marks(world))  # a second write of an object in a pass would conflict
@@ -457,11 +455,10 @@ def _moved(
     *,
     reason: Reason | None = None,
     message: str = "",
-    finalizers: tuple[str, ...] = (),
 ) -> DesiredObject:
     """Return the change of this Checkpoint object to that phase."""
     status = moved(checkpoint, phase, world.now, reason, message)
-    return DesiredObject(render_change(checkpoint, status, finalizers=finalizers))
+    return DesiredObject(render_change(checkpoint, status))
 
 
 def _ranks_of(world: World, commit: PersistedStep) -> int | None:
@@ -614,24 +611,6 @@ def _fulfilling_commit(
 
 
 # --------------------------------------------------------------------------- retention, deletes
-
-
-def _finalizers(world: World) -> list[Action]:
-    """Return actions that add our finalizer to committed Checkpoints with deletionPolicy DeleteData."""
-    bare = [
-        c
-        for c in world.own_checkpoints
-        if c.spec.deletion_policy is DeletionPolicy.DELETE_DATA
-        and c.status.phase is CheckpointPhase.COMMITTED
-        and c.persisted
-        and not c.has_finalizer
-        and not c.deleting
-    ]
-    actions: list[Action] = []
-    for checkpoint in bare[:WRITES_PER_PASS]:
-        finalizers = (*checkpoint.metadata.finalizers, Checkpoint.FINALIZER)
-        actions.append(_moved(world, checkpoint, CheckpointPhase.COMMITTED, finalizers=finalizers))
-    return actions
 
 
 def _protected(world: World) -> set[CheckpointId]:

@@ -8,6 +8,7 @@ stays, and an Event says where.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from holdfast_core import logs
@@ -31,6 +32,7 @@ from holdfast_operator.decide.deletions import (
     obstacle,
 )
 from holdfast_operator.decide.ends import RELEASE_SECONDS, kept_data
+from holdfast_operator.kube.api import ConflictError
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model.actions import EventKind
 from holdfast_operator.model.command_pods import (
@@ -90,6 +92,7 @@ class Deletions:
         store = self.cache.stores.get(namespace, name)
         if store is None or store.deleting:
             return await self._without_store(namespace, name, group)
+        await self._hold(group)
         stored = self._gather(namespace, group)
         progress = self._progress.setdefault(store.uid, _Progress())
         await self._let_late_ones_go(stored, progress)
@@ -102,6 +105,22 @@ class Deletions:
             progress.running = found
             progress.runs += 1
         return await self._look(store, progress)
+
+    async def _hold(self, group: tuple[Checkpoint, ...]) -> None:
+        """Add our finalizer to the objects whose data is to go with them, whatever the state of the job.
+
+        An object that has changed meanwhile causes an event, and with it another pass.
+        """
+        for checkpoint in [c for c in group if c.lacks_finalizer][:WRITES_PER_PASS]:
+            finalizers = [*checkpoint.metadata.finalizers, Checkpoint.FINALIZER]
+            with suppress(ConflictError):
+                await self.cluster.patch(
+                    Checkpoint.KIND,
+                    checkpoint.namespace,
+                    checkpoint.name,
+                    checkpoint.resource_version,
+                    {"metadata": {"finalizers": finalizers}},
+                )
 
     async def _due(
         self, store: CheckpointStore, stored: StoredObjects, progress: _Progress

@@ -221,12 +221,9 @@ def render_checkpoint(job: Gang, name: str, step: Step, status: CheckpointStatus
 
 
 def render_change(
-    checkpoint: Checkpoint,
-    status: CheckpointStatus,
-    step: Step | None = None,
-    finalizers: tuple[str, ...] = (),
+    checkpoint: Checkpoint, status: CheckpointStatus, step: Step | None = None
 ) -> dict[str, Any]:
-    """Return the change of a Checkpoint: its status, and before it spec.step and finalizers if given."""
+    """Return the change of a Checkpoint: its status, and before it spec.step if given."""
     body: dict[str, Any] = {
         "apiVersion": API_VERSION,
         "kind": Checkpoint.KIND,
@@ -239,8 +236,6 @@ def render_change(
     }
     if step is not None:
         body["spec"] = {"step": step}
-    if finalizers:
-        body["metadata"]["finalizers"] = list(finalizers)
     return body
 
 

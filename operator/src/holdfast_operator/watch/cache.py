@@ -200,7 +200,8 @@ def _store_groups(checkpoint: Checkpoint) -> Iterable[tuple[str, str, str]]:
     going = (checkpoint.deleting and checkpoint.has_finalizer) or (
         status.phase is CheckpointPhase.DELETING
     )
-    if going or status.when_deleted not in (None, WhenDeleted.RETAIN):
+    outlives = status.when_deleted not in (None, WhenDeleted.RETAIN)
+    if going or outlives or checkpoint.lacks_finalizer:
         yield "delete", namespace, store
 
 
@@ -346,7 +347,7 @@ class ClusterCache:
         )
         """Checkpoints by namespace and name, and by namespace and name of their job. By namespace and name of
         their store: all ("store"), those for which a drill is requested ("drill"), and those that a pod may
-        have to delete from it ("delete", decide/deletions.py)."""
+        have to delete from it, now or later ("delete", decide/deletions.py)."""
         self.stores: Index[CheckpointStore] = Index(
             lambda s: (s.namespace, s.name), lambda s: [(s.namespace,)]
         )
