@@ -170,6 +170,25 @@ async def test_an_unreadable_job_keeps_everything_and_goes_on() -> None:
     assert broken_rules(cluster, copies=1) == []
 
 
+@pytest.mark.fault("A TrainingJob is corrected, and gets the same unreadable value again")
+async def test_a_job_that_is_unreadable_twice_for_one_reason_says_so_twice() -> None:
+    cluster = build(object=OBJECT)
+    operator = SimulatedOperator(cluster)
+    await advance(cluster, operator, 40)
+    found = []
+    for _ in range(2):
+        phase, cluster.job["status"]["phase"] = cluster.job["status"]["phase"], UNKNOWN
+        cluster.touch_job()
+        await operator.run_pass()
+        known = {c["type"]: c["status"] for c in cluster.job["status"]["conditions"]}
+        found.append(known["Readable"])
+        cluster.job["status"]["phase"] = phase
+        cluster.touch_job()
+        after = await advance(cluster, operator, 5)
+        assert after.is_true("Readable")
+    assert found == ["False", "False"]
+
+
 @pytest.mark.fault("A pod of a job cannot be parsed")
 async def test_a_job_with_an_unreadable_pod_is_left_as_it_is() -> None:
     cluster = build()

@@ -168,6 +168,7 @@ class SimulatedOperator:
                 except HoldfastError:
                     pass  # a conflict; the next pass reports it
             return None
+        self._reports.is_read(job.uid)
         self.cache.leases.compare(self._clock.monotonic(), self.cache.lease_watch.contact_since)
         for node in self._observer.unproven_nodes(
             job, self.cache.pods.workers(job.namespace, job.uid)

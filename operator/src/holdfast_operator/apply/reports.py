@@ -52,6 +52,10 @@ class Reports:
         self._unreadable.pop(uid, None)
         self._failed.pop(uid, None)
 
+    def is_read(self, uid: str) -> None:
+        """Record that the object can be parsed, so that the next time that it cannot is reported again."""
+        self._unreadable.pop(uid, None)
+
     async def report(self, found: Unreadable) -> None:
         """Report a TrainingJob, CheckpointAdoption or CheckpointStore that cannot be parsed.
 

@@ -241,6 +241,8 @@ class Controller:
                 hidden = self._cache.unreadable.get(CheckpointStore.KIND, key.namespace, key.name)
                 if hidden is not None:
                     await self._reports.report(hidden)
+                elif (store := self._cache.stores.get(key.namespace, key.name)) is not None:
+                    self._reports.is_read(store.uid)
                 again = await self._stores.reconcile(key.namespace, key.name)
                 if again is not None:
                     self._queue.add_after(key, again)
@@ -269,6 +271,7 @@ class Controller:
             if again is not None:
                 self._queue.add_after(key, again)
             return
+        self._reports.is_read(job.uid)
         wait = self._cache.wait_seconds(job.uid)
         if wait is not None:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
