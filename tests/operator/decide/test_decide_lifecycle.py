@@ -337,6 +337,16 @@ def test_deadline() -> None:
     assert failed.reason == Reason.DEADLINE_EXCEEDED
 
 
+@pytest.mark.fault("activeDeadlineSeconds passes while a gang waits for a person to start it over")
+def test_a_job_that_has_failed_waits_for_no_person() -> None:
+    lost = status(0, (0, 0), start_time=START, conditions=(true(JobCondition.CHECKPOINTS_LOST),))
+    observed = Observed(job=job(2, lost, active_deadline_seconds=100))
+    (written,) = writes(decide(observed, now(100.0)))
+    found = written.condition(JobCondition.CHECKPOINTS_LOST)
+    assert found is not None
+    assert (found.is_true, found.reason) == (False, Reason.DEADLINE_EXCEEDED)
+
+
 @pytest.mark.parametrize("refused", ["", "a quota refuses it"])
 def test_a_job_fails_after_its_newest_commit_is_recorded_or_cannot_be(refused: str) -> None:
     """After the end the object is not created again, because a user may have deleted it."""

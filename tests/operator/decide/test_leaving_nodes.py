@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import (
+    START,
     job,
     now,
     pod,
@@ -69,6 +70,17 @@ def training(*pods: PodView, of: TrainingJob | None = None, **state: Any) -> Obs
 
 def deleted(observed: Observed) -> list[str]:
     return [a.name for a in of_kind(decide(observed, now(1000)).actions, "delete Pod")]
+
+
+@pytest.mark.fault("A job ends while a node of its gang will be taken away")
+def test_no_worker_of_a_job_that_has_failed_is_on_a_node_that_leaves() -> None:
+    (written,) = of_kind(decide(training(), now(1000)).actions, WriteStatus)
+    assert written.status.is_true(JobCondition.NODES_LEAVING)
+    late = job(3, changed(written.status, start_time=START), active_deadline_seconds=10)
+    observed = replace(training(), job=late)
+    (written,) = of_kind(decide(observed, now(1000)).actions, WriteStatus)
+    assert written.status.is_true(JobCondition.FAILED)
+    assert not written.status.is_true(JobCondition.NODES_LEAVING)
 
 
 def test_without_copies_a_pod_is_deleted_if_its_last_step_goes_to_the_object_store() -> None:

@@ -153,6 +153,19 @@ def test_a_gang_that_alone_has_the_newest_step_keeps_its_pods() -> None:
     assert broken_rules(life.cluster, copies=1) == []
 
 
+@pytest.mark.fault("activeDeadlineSeconds passes while a gang waits for a node")
+def test_a_gang_that_fails_while_it_waits_waits_for_no_node_any_more() -> None:
+    life = half_of_the_nodes()
+    life.cluster.full_nodes = set()
+    life.run(40)
+    loses_a_pod_for_which_no_node_is_left(life)
+    assert unschedulable(life)[0] == "True"
+    life.change_spec(activeDeadlineSeconds=1)
+    life.run(5)
+    assert life.status.is_true(JobCondition.FAILED)
+    assert unschedulable(life)[:2] == ("False", Reason.DEADLINE_EXCEEDED)
+
+
 def test_a_gang_whose_newest_step_is_in_the_store_gives_its_nodes_back() -> None:
     life = half_of_the_nodes(store=True)
     life.cluster.full_nodes = set()

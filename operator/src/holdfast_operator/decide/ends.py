@@ -313,6 +313,7 @@ _UNTIL_THE_END = (
     JobCondition.QUEUED,
     JobCondition.SPARES_READY,
     JobCondition.WORKERS_MISSING,
+    JobCondition.CHECKPOINTS_LOST,
 )
 """Conditions of a gang, which are false once the job is over or suspended."""
 

@@ -240,7 +240,7 @@ def next_departure(world: World) -> Departure | None:
 
 def with_leaving_nodes(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition NodesLeaving, which a job without such a node does not get."""
-    kind, found = JobCondition.NODES_LEAVING, departures(world)
+    kind, found = JobCondition.NODES_LEAVING, () if has_no_gang(status) else departures(world)
     if not found and not status.is_true(kind):
         return status
     reason, text = Reason.NODES_STAY, "no worker runs on a node that will be taken away"

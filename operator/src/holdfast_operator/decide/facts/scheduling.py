@@ -279,7 +279,7 @@ def _mounts(world: World) -> list[str]:
 def with_scheduling(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition Unschedulable. A gang that is scheduled in time does not get it."""
     kind = JobCondition.UNSCHEDULABLE
-    if status.restart_round != world.status.restart_round:
+    if status.restart_round != world.status.restart_round or has_no_gang(status):
         return status
     lost = None
     if timed_out(world):
