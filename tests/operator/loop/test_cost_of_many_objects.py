@@ -17,6 +17,7 @@ from tests.support.operator.fake_api import FakeApi
 from tests.support.operator.nothing import Nothing
 
 from holdfast_core.api import CheckpointAdoption, TrainingJob
+from holdfast_core.clock import stamp
 from holdfast_core.names import job_prefix
 from holdfast_operator.apply.command_runs import CommandRuns
 from holdfast_operator.base.metrics import Metrics
@@ -62,7 +63,7 @@ def probed_store(**status: Any) -> dict[str, Any]:
         "message": "the probe succeeded",
         "lastTransitionTime": PROBED,
     }
-    times = {"lastProbe": PROBED, "lastListing": "2099-01-01T00:00:00Z"}
+    times = {"lastProbe": PROBED, "lastListing": stamp(ManualClock().utc_now())}
     known = {"observedGeneration": 1, "conditions": [condition], **times}
     item = store_object("main")
     item["metadata"]["generation"] = 1

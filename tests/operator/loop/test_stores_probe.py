@@ -121,6 +121,12 @@ def after(record: CheckpointStore, text: str) -> CheckpointStoreStatus:
         ("its job is older", store(True, last_probe=PROBED), NOW - timedelta(hours=1), False),
         ("unavailable, 5 minutes ago", store(False, "AccessDenied", PROBED), None, True),
         (
+            "unavailable, a clock was set back",
+            store(False, "R", "2026-05-03T12:00:00Z"),
+            None,
+            True,
+        ),
+        (
             "unavailable for long, 1 minute ago",
             store(False, "AccessDenied", "2026-05-01T11:59:00Z"),
             None,
@@ -136,6 +142,8 @@ def test_next_look() -> None:
     assert next_look_seconds(store(True, last_probe=PROBED), NOW) is None
     just_now = "2026-05-01T12:00:00Z"
     assert next_look_seconds(store(False, "AccessDenied", just_now), NOW) == 120.0
+    tomorrow = "2026-05-02T12:00:00Z"
+    assert next_look_seconds(store(False, "AccessDenied", tomorrow), NOW) == 120.0
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_the_time_of_the_next_listing() -> None:
         known, status=changed(known.status, reached_quotas=(ReachedQuota(bytes=2, limit_bytes=1),))
     )
     assert seconds_to_listing(reached, NOW + timedelta(seconds=20)) == 40, "uploads wait for it"
+    assert seconds_to_listing(known, NOW - timedelta(days=2)) == 0, "a clock was set back"
 
 
 def test_another_place_is_listed_soon_and_the_old_numbers_hold_nothing() -> None:

@@ -43,6 +43,7 @@ from holdfast_operator.model.command_pods import (
     CommandReport,
     StoreCommand,
 )
+from holdfast_operator.model.job import is_within
 from holdfast_operator.model.reasons import Reason
 
 RETRY = timedelta(minutes=10)
@@ -82,9 +83,9 @@ def next_drill(
     wanted = store.spec.verify
     if wanted is None or store.available is not True:
         return None
-    if drills.round_at is None or now - drills.round_at >= wanted.interval:
+    if drills.round_at is None or not is_within(wanted.interval, drills.round_at, now):
         drills = changed(drills, round_at=now, left=wanted.sample, again_after=None)
-    elif not drills.left or (drills.again_after is not None and now < drills.again_after):
+    elif not drills.left or _pauses(drills, now):
         return None
     chosen = _chosen(drills, stored)
     return None if chosen is None else _begun(drills, chosen, now, "")
@@ -98,7 +99,16 @@ def next_drill_seconds(store: CheckpointStore, now: datetime) -> float | None:
     due = now if drills.round_at is None else drills.round_at + wanted.interval
     if drills.left and drills.again_after is not None:
         due = min(due, drills.again_after)
-    return max(NOTHING_STORED_SECONDS, (due - now).total_seconds())
+    return max(NOTHING_STORED_SECONDS, min(due - now, wanted.interval).total_seconds())
+
+
+def _pauses(drills: StoreDrills, now: datetime) -> bool:
+    """Return whether a drill of the round failed a short time ago.
+
+    A stamp further away than the pause was written with a clock that was wrong.
+    """
+    until = drills.again_after
+    return until is not None and now < until <= now + RETRY
 
 
 def _request_order(checkpoint: Checkpoint) -> tuple[str, str]:

@@ -25,6 +25,7 @@ from holdfast_operator.model.command_pods import (
     CommandReport,
     StoreCommand,
 )
+from holdfast_operator.model.job import is_within
 
 AGAIN_SOONEST = timedelta(seconds=2)
 AGAIN_LATEST = timedelta(minutes=2)
@@ -51,7 +52,7 @@ def probe_due(store: CheckpointStore, newest_job_start: datetime | None, now: da
         return True
     if newest_job_start is not None and newest_job_start > last_probe:
         return True
-    return store.available is not True and now - last_probe >= _again(store)
+    return store.available is not True and not is_within(_again(store), last_probe, now)
 
 
 def next_look_seconds(store: CheckpointStore, now: datetime) -> float | None:
@@ -59,7 +60,8 @@ def next_look_seconds(store: CheckpointStore, now: datetime) -> float | None:
     last_probe = store.status.last_probe
     if last_probe is None or store.available is True:
         return None
-    return max(1.0, (last_probe + _again(store) - now).total_seconds())
+    again = _again(store)
+    return max(1.0, min(last_probe + again - now, again).total_seconds())
 
 
 def _again(store: CheckpointStore) -> timedelta:

@@ -44,7 +44,7 @@ from holdfast_operator.model.command_pods import (
     CommandReport,
     StoreCommand,
 )
-from holdfast_operator.model.job import place_of, store_config
+from holdfast_operator.model.job import is_within, place_of, store_config
 from holdfast_operator.model.reasons import Reason
 
 AT_A_LIMIT = timedelta(minutes=1)
@@ -70,12 +70,12 @@ def seconds_to_listing(store: CheckpointStore, now: datetime) -> float:
     """Return the time until the store must be listed, 0 if it is due now."""
     status, last = store.status, store.status.last_listing
     moved = status.usage is not None and status.usage.location != location(store)
-    if last is None or (moved and last <= now - AT_A_LIMIT):
-        return 0.0
     every = parse_duration(store.spec.usage.every)
     if status.reached_quotas or moved:
         every = min(every, AT_A_LIMIT)
-    return max(0.0, (last + every - now).total_seconds())
+    if last is None or not is_within(every, last, now):
+        return 0.0
+    return (last + every - now).total_seconds()
 
 
 def request_of(

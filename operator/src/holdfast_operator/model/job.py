@@ -40,6 +40,15 @@ CLOCK_SKEW = timedelta(minutes=5)
 """Largest difference between the wall clocks of two operator processes in a cluster whose clocks are kept."""
 
 
+def is_within(length: timedelta, at: datetime, now: datetime) -> bool:
+    """Return whether a UTC stamp is at most this old.
+
+    A stamp of the future was made before a clock was set back. It is not: it would count until that time has
+    come.
+    """
+    return now - length < at <= now + CLOCK_SKEW
+
+
 @dataclass(frozen=True, slots=True)
 class Now:
     """The time of a pass, on both clocks."""
@@ -68,12 +77,8 @@ class Now:
         return max(self.utc - since, self.utc - self.jumped - since, timedelta(0)).total_seconds()
 
     def is_within(self, length: timedelta, at: datetime) -> bool:
-        """Return whether a UTC stamp is at most this old.
-
-        A stamp of the future was made before a clock was set back. It is not: it would count until that time
-        has come.
-        """
-        return self.utc - length < at <= self.utc + CLOCK_SKEW
+        """Return whether a UTC stamp is at most this old."""
+        return is_within(length, at, self.utc)
 
 
 # --------------------------------------------------------------------------- cluster
