@@ -16,11 +16,9 @@ from typing import Any, assert_never
 
 from holdfast_core import logs
 from holdfast_core.api import (
-    CheckpointAdoption,
     CheckpointPhase,
     CheckpointStore,
     Gang,
-    TrainingJob,
 )
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
@@ -59,7 +57,6 @@ from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.nodes import NodeLeases
 from holdfast_operator.watch.reflector import Timings
 
-_KINDS = {KeyKind.JOB: TrainingJob.KIND, KeyKind.ADOPTION: CheckpointAdoption.KIND}
 TICK_SECONDS = 1.0
 SWEEP_SECONDS = 3600.0
 LONG_PASS_SECONDS = 0.02
@@ -259,10 +256,7 @@ class Controller:
         job = self._cache.jobs.get(key)
         if job is None:
             await release_pods(self._cache, self._cluster, key)
-            hidden, again = (
-                self._cache.unreadable.get(_KINDS[key.kind], key.namespace, key.name),
-                None,
-            )
+            hidden, again = self._cache.unreadable_job(key), None
             if hidden is not None:
                 await self._reports.report(hidden)
             elif not self._cache.jobs.of_name(key.namespace, key.name):
@@ -276,9 +270,13 @@ class Controller:
         if wait is not None:
             self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
-        async with self._reports.of_pass(job):
-            applied = await self._pass(key, job)
-        await self._reports.ended(job, applied.error)
+        try:
+            async with self._reports.of_pass(job):
+                applied = await self._pass(key, job)
+            await self._reports.ended(job, applied.error)
+        finally:
+            if not self._cache.has_job(key, job.uid):
+                self._forget(job)  # it was deleted during the pass, perhaps by the pass
         if not applied.complete:
             raise self._incomplete(key, job, applied)
 
@@ -431,6 +429,12 @@ class Controller:
             await self._clock.sleep(SWEEP_SECONDS)
 
     def _job_gone(self, job: Gang | Unreadable) -> None:
+        self._forget(job)
+        if self._leadership.leads:  # otherwise the leader does it, or the sweep of the next leader
+            self._spawn(self._forget_authority(JobUid(job.uid)))
+
+    def _forget(self, job: Gang | Unreadable) -> None:
+        """Drop what this process knows of a job that is gone."""
         uid = JobUid(job.uid)
         self._memory.pop(uid, None)
         self._templates.forget(uid)
@@ -442,8 +446,6 @@ class Controller:
         self._log_changes.forget(str(gang_key(job)))
         self._log_changes.forget(f"{gang_key(job)} pods")
         self._log_changes.forget(f"{gang_key(job)} deletes")
-        if self._leadership.leads:  # otherwise the leader does it, or the sweep of the next leader
-            self._spawn(self._forget_authority(uid))
 
     async def _forget_authority(self, uid: JobUid) -> None:
         try:

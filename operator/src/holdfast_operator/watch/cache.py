@@ -475,6 +475,16 @@ class ClusterCache:
         source, grants = job.spec.source_checkpoint, self.grants.of(namespace)
         return source is not None and is_granted(grants, job.namespace, job.name, source)
 
+    def unreadable_job(self, key: Key) -> Unreadable | None:
+        """Return the job of this key if it exists and cannot be parsed."""
+        kind = CheckpointAdoption.KIND if key.kind is KeyKind.ADOPTION else TrainingJob.KIND
+        return self.unreadable.get(kind, key.namespace, key.name)
+
+    def has_job(self, key: Key, uid: JobUid) -> bool:
+        """Return whether the job of this key and uid exists, whether or not it can be parsed."""
+        found = self.jobs.get(key) or self.unreadable_job(key)
+        return found is not None and found.uid == uid
+
     def job_uids(self) -> set[JobUid]:
         """Return the uids of all jobs that exist, including those that cannot be parsed."""
         kinds = [kind.KIND for kind in GANGS]

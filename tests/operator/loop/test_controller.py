@@ -1,0 +1,72 @@
+"""What one process keeps of a job ends with the job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from tests.support.clock import ManualClock
+from tests.support.operator.builders import NAMESPACE, UID, raw_job
+from tests.support.operator.fake_api import FakeApi
+
+from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.base.settings import Settings
+from holdfast_operator.kube.leadership import LeaseThread
+from holdfast_operator.loop.controller import Controller
+from holdfast_operator.model.ownership import job_key
+
+ENDED = "1970-01-01T00:00:00Z"
+
+
+class Leader(LeaseThread):
+    """The part in an election of a process that leads."""
+
+    def __init__(self) -> None:
+        self.gained = asyncio.Event()  # nothing is queued
+
+    @property
+    def leads(self) -> bool:
+        return True
+
+
+def over() -> dict[str, Any]:
+    """Return a job that is over, and whose time after the end has passed."""
+    kinds = {"reason": "R", "message": "", "lastTransitionTime": ENDED}
+    raw = raw_job(2)
+    raw["metadata"]["uid"] = UID
+    raw["spec"]["ttlSecondsAfterFinished"] = 0
+    raw["status"] = {
+        "restartRound": 0,
+        "members": [0, 0],
+        "completionTime": ENDED,
+        "conditions": [{"type": "Complete", "status": "True", **kinds}],
+        "goodput": {"ratio": 0.5},
+    }
+    return raw
+
+
+@pytest.mark.fault("A job is deleted during a pass over it, for example by its TTL")
+async def test_nothing_is_kept_of_a_job_that_is_deleted_during_its_pass() -> None:
+    api, clock, metrics = FakeApi(), ManualClock(), Metrics()
+    settings = Settings("example/sidecar:1", "holdfast-system", "holdfast", "operator-0")
+    controller = Controller(settings, api, Leader(), clock, metrics)
+    api.put("trainingjobs", over())
+    watches = controller._cache.reflectors
+    for watch in watches:
+        await watch.relist()
+
+    def deliver(kind: str, raw: Mapping[str, Any]) -> None:
+        """Let the watch of jobs see the change before the reply to the request that caused it."""
+        for watch in watches:
+            if watch.collection.kind == raw.get("kind"):
+                watch._event({"type": kind, "object": raw})
+
+    api.on_event = deliver
+    await controller._job(job_key(NAMESPACE, "job"))
+    assert api.names("trainingjobs") == set()
+    assert controller._memory == {}
+    assert controller._sidecars.views(UID) == ()
+    labels = {"namespace": NAMESPACE, "job": "job"}
+    assert metrics.registry.get_sample_value("holdfast_job_sidecars_unreachable", labels) is None
