@@ -1,4 +1,4 @@
-"""What one process keeps of a job ends with the job."""
+"""What is left of a job that is gone: in this process, and in what its Checkpoints say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from tests.support.api_objects import checkpoint_object
 from tests.support.clock import ManualClock
 from tests.support.operator.builders import NAMESPACE, UID, raw_job
 from tests.support.operator.fake_api import FakeApi
@@ -47,11 +48,15 @@ def over() -> dict[str, Any]:
     return raw
 
 
+def controller_of(api: FakeApi, metrics: Metrics | None = None) -> Controller:
+    settings = Settings("example/sidecar:1", "holdfast-system", "holdfast", "operator-0")
+    return Controller(settings, api, Leader(), ManualClock(), metrics or Metrics())
+
+
 @pytest.mark.fault("A job is deleted during a pass over it, for example by its TTL")
 async def test_nothing_is_kept_of_a_job_that_is_deleted_during_its_pass() -> None:
-    api, clock, metrics = FakeApi(), ManualClock(), Metrics()
-    settings = Settings("example/sidecar:1", "holdfast-system", "holdfast", "operator-0")
-    controller = Controller(settings, api, Leader(), clock, metrics)
+    api, metrics = FakeApi(), Metrics()
+    controller = controller_of(api, metrics)
     api.put("trainingjobs", over())
     watches = controller._cache.reflectors
     for watch in watches:
@@ -70,3 +75,38 @@ async def test_nothing_is_kept_of_a_job_that_is_deleted_during_its_pass() -> Non
     assert controller._sidecars.views(UID) == ()
     labels = {"namespace": NAMESPACE, "job": "job"}
     assert metrics.registry.get_sample_value("holdfast_job_sidecars_unreachable", labels) is None
+
+
+def on_nodes_only() -> dict[str, Any]:
+    """Return the Checkpoint of a job without an object store, as its sidecars last reported it."""
+    given = {"reason": "R", "message": "", "lastTransitionTime": ENDED}
+    values = {"Committed": "True", "Persisted": "False", "Restorable": "True"}
+    raw = checkpoint_object("saved", namespace=NAMESPACE)
+    raw["spec"] = {"jobRef": {"name": "job"}, "step": 40}
+    raw["status"] = {
+        "phase": "Committed",
+        "round": 0,
+        "jobUid": UID,
+        "conditions": [{"type": kind, "status": value, **given} for kind, value in values.items()],
+    }
+    return raw
+
+
+@pytest.mark.fault("A job without an object store is deleted, and perhaps created again")
+@pytest.mark.parametrize("present", [None, UID, "another-uid"])
+async def test_a_checkpoint_that_went_with_its_job_is_not_restorable(present: str | None) -> None:
+    api = FakeApi()
+    controller = controller_of(api)
+    saved = api.put("checkpoints", on_nodes_only())
+    if present is not None:
+        job = over()
+        del job["spec"]["ttlSecondsAfterFinished"]
+        job["metadata"]["uid"] = present
+        api.put("trainingjobs", job)
+    for watch in controller._cache.reflectors:
+        if present != UID or watch.collection.name != "jobs":  # a watch may lag
+            await watch.relist()
+    await controller._job(job_key(NAMESPACE, "job"))
+    found = {c["type"]: (c["status"], c["reason"]) for c in saved["status"]["conditions"]}
+    expected = ("True", "R") if present == UID else ("False", "PodsGone")
+    assert found["Restorable"] == expected

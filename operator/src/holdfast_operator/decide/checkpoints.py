@@ -259,6 +259,19 @@ def marks(world: World) -> list[Action]:
     return actions
 
 
+def is_lost_with_job(checkpoint: Checkpoint) -> bool:
+    """Return whether only nodes had the checkpoint, and the object does not say that it is lost."""
+    known = checkpoint.status.condition(CheckpointCondition.RESTORABLE)
+    on_nodes = checkpoint.id is not None and not checkpoint.persisted
+    return on_nodes and known is not None and not known.is_false
+
+
+def without_job(checkpoint: Checkpoint, now: Now) -> CheckpointStatus:
+    """Return the status of such a Checkpoint when its job and all pods of it are gone."""
+    kind = CheckpointCondition.RESTORABLE
+    return checkpoint.status.with_condition(kind, False, Reason.PODS_GONE, _GONE, now.utc)
+
+
 class _Look:
     """What one pass knows about the places that may have checkpoints."""
 
@@ -351,8 +364,7 @@ class _Look:
         """Return whether the nodes have a checkpoint that is not in the object store."""
         world = self._world
         if not any(m.alive for m in world.members):
-            text = "no pod that could have its shards is left, and it was never in an object store"
-            return False, Reason.PODS_GONE, text
+            return False, Reason.PODS_GONE, _GONE
         if any(s.step == id_.step and s.level is not None for s in world.state.steps):
             return True, Reason.COMMITTED, _COMPLETE
         if id_.round == world.round or world.coordinator is None:
@@ -376,6 +388,7 @@ class _Look:
 
 
 _COMPLETE = "the nodes of the job have every shard"
+_GONE = "no pod that could have its shards is left, and it was never in an object store"
 _DAMAGED = "a drill found damage; the job does not restore it"
 _QUARANTINED = (
     "ranks that restored it failed repeatedly; the job does not restore it. failurePolicy.releasedSteps "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Coroutine
 from contextlib import suppress
 from datetime import timedelta
@@ -16,6 +16,7 @@ from typing import Any, assert_never
 
 from holdfast_core import logs
 from holdfast_core.api import (
+    Checkpoint,
     CheckpointPhase,
     CheckpointStore,
     Gang,
@@ -34,8 +35,10 @@ from holdfast_operator.decide.checkpoints import (
     SETTLE_SECONDS,
     WRITES_PER_PASS,
     imported,
+    is_lost_with_job,
     moved,
     unsaved,
+    without_job,
 )
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.scheduling import leaving
@@ -253,6 +256,7 @@ class Controller:
 
     async def _job(self, key: Key) -> None:
         await self._record_imports(key)
+        await self._record_losses(key)
         job = self._cache.jobs.get(key)
         if job is None:
             await release_pods(self._cache, self._cluster, key)
@@ -349,6 +353,28 @@ class Controller:
             status = imported(checkpoint, self._now())
             if status is not None:
                 with suppress(ConflictError):
+                    await self._cluster.write_status(checkpoint, status)
+
+    async def _record_losses(self, key: Key) -> None:
+        """Write that Checkpoints cannot be restored which only the nodes of jobs had that are gone.
+
+        Those of a former job under the name of a present one are among them. Raises HoldfastError.
+        """
+        namespace, name = key.namespace, key.name
+        living = {job.uid for job in self._cache.jobs.of_name(namespace, name)}
+        lost = defaultdict[JobUid, list[Checkpoint]](list)
+        for checkpoint in self._cache.checkpoints.of(namespace, name):
+            uid = checkpoint.status.job_uid
+            if uid is not None and uid not in living and is_lost_with_job(checkpoint):
+                lost[uid].append(checkpoint)
+        for uid, checkpoints in lost.items():
+            if self._cache.pods.workers(namespace, uid):
+                continue
+            if await self._cluster.job_exists(namespace, name, uid):
+                continue  # it cannot be parsed, or the copies lag
+            for checkpoint in checkpoints[:WRITES_PER_PASS]:
+                with suppress(ConflictError):
+                    status = without_job(checkpoint, self._now())
                     await self._cluster.write_status(checkpoint, status)
 
     def _incomplete(self, key: Key, job: Gang, applied: Applied) -> IncompletePass:
