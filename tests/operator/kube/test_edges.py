@@ -332,6 +332,16 @@ def test_metrics_count_what_a_status_write_adds() -> None:
     assert "holdfast_goodput_ratio{" not in generate_latest(metrics.registry).decode()
 
 
+def test_a_job_that_is_over_raises_no_alert_about_its_goodput() -> None:
+    metrics = Metrics()
+    trains = TrainingJobStatus(restart_round=RestartRound(0), goodput=GoodputStatus(ratio=0.5))
+    metrics.status_written(job(), trains)
+    over = changed(trains, completion_time=builders.START)
+    metrics.status_written(job(trains), over)
+    metrics.status_written(job(over), over)
+    assert "holdfast_goodput_ratio{" not in generate_latest(metrics.registry).decode()
+
+
 # --------------------------------------------------------------------------- PodDisruptionBudgets
 
 

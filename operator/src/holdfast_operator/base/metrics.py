@@ -103,7 +103,8 @@ class Metrics:
         )
         self._goodput = gauge(
             "holdfast_goodput_ratio",
-            "Share of a job's time that was spent on training that no failure undid.",
+            "Share of a job's time that was spent on training that no failure undid. A job that is over has "
+            "no series: its status keeps the share.",
             _JOB,
         )
         self._silent = gauge(
@@ -277,7 +278,10 @@ class Metrics:
             self._rounds.labels(reason).inc()
         for record in new.recoveries:
             self._count_recovery(job, record)
-        if new.goodput is not None:
+        if new.completion_time is not None:
+            with suppress(KeyError):
+                self._goodput.remove(job.namespace, job.name)
+        elif new.goodput is not None:
             self._goodput.labels(job.namespace, job.name).set(new.goodput.ratio)
 
         quarantined = len(set(new.quarantined) - set(old.quarantined))
