@@ -298,6 +298,29 @@ def test_a_store_that_comes_back_in_time_is_used(bed: Bed) -> None:
     assert (bed.objects, bed.steps) == (set(), set())
 
 
+@pytest.mark.fault("A job that starts from a checkpoint cannot be read when that is to be deleted")
+@pytest.mark.parametrize(
+    ("namespace", "by_job", "stays"),
+    [(NAMESPACE, False, True), (NAMESPACE, True, True), ("a-stranger", False, False)],
+)
+def test_what_an_unreadable_job_starts_from_stays(
+    bed: Bed, namespace: str, by_job: bool, stays: bool
+) -> None:
+    bed.job("gone")
+    name = bed.checkpoint(1, when="DeleteData")
+    source = {"checkpointRef": {"name": name, "namespace": NAMESPACE}}
+    clone = job_object(
+        "clone", namespace, restoreFrom={"jobRef": {"name": "gpt"}} if by_job else source
+    )
+    clone["spec"]["workers"] = "many"
+    bed.api.put("trainingjobs", clone)
+    bed.run(40)
+    assert bed.steps == ({1} if stays else set())
+    bed.api.remove("trainingjobs", namespace, "clone")
+    bed.run(40)
+    assert bed.steps == set()
+
+
 @pytest.mark.fault("A store refuses deletes for two days, and then permits them")
 def test_a_store_that_comes_back_after_thousands_of_attempts_is_used(bed: Bed) -> None:
     bed.job("gone")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from holdfast_core.api import (
@@ -107,6 +107,14 @@ class OwnerView:
     """What a user can change in the controller's object so that `loses_all_copies` is False."""
 
 
+class RawSource(NamedTuple):
+    """What spec.restoreFrom names in an object that cannot be parsed. "" stands for what it does not name."""
+
+    namespace: str
+    checkpoint: str
+    job: str
+
+
 @dataclass(frozen=True, slots=True)
 class Unreadable:
     """An object that exists and that this version cannot parse (ADR 0002).
@@ -124,6 +132,8 @@ class Unreadable:
     job: str | None = None
     """Name of the job in the object's label. Only the work queue uses it, because a label does not prove
     ownership."""
+    source: RawSource | None = None
+    """From what a gang may start. Its data must not be deleted as if the gang did not exist."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.namespace}/{self.name}"

@@ -211,10 +211,16 @@ def _starts(job: Gang) -> bool:
 
 
 def unreadable_index() -> Index[Unreadable]:
-    """Return an index by kind, namespace and name. `names.job_prefix` groups the Checkpoints of a job."""
+    """Return an index by kind, namespace and name.
+
+    `names.job_prefix` groups the Checkpoints of a job, and the namespace of their source groups gangs.
+    """
     return Index(
         lambda u: (u.kind, u.namespace, u.name),
-        lambda u: [(u.kind, u.namespace, u.name.rsplit("-", 2)[0])],
+        lambda u: [
+            (u.kind, u.namespace, u.name.rsplit("-", 2)[0]),
+            *([] if u.source is None else [("source", u.source.namespace)]),
+        ],
     )
 
 
@@ -464,7 +470,20 @@ class ClusterCache:
     def cloned(self, namespace: str, job: str, uid: JobUid) -> frozenset[str]:
         """Return the names of this job's Checkpoints, and of others, from which other jobs start."""
         starting = (j for j in self.clones(namespace) if j.spec.source_job in (None, job))
-        return cloned_of(starting, uid, self._source_of)
+        found = cloned_of(starting, uid, self._source_of)
+        hidden = (u for u in self.unreadable.of("source", namespace) if u.uid != uid)
+        return found.union(*(self._named_by(u, namespace, job) for u in hidden))
+
+    def _named_by(self, hidden: Unreadable, namespace: str, job: str) -> set[str]:
+        """Return the names of this job's Checkpoints from which a gang may start that cannot be parsed."""
+        source = hidden.source
+        if source is None or source.job not in ("", job):
+            return set()
+        known = {c.name for c in self.checkpoints.of(namespace, job)}
+        if hidden.namespace == namespace:
+            return {source.checkpoint} if source.checkpoint else known
+        grants, asks = self.grants.of(namespace), (hidden.namespace, hidden.name)
+        return {source.checkpoint} if is_granted(grants, *asks, source.checkpoint) else set()
 
     def _source_of(self, job: Gang) -> Checkpoint | NoSource:
         found = self.checkpoints.of(job.namespace, job.spec.source_job)

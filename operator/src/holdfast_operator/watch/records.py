@@ -30,6 +30,7 @@ from holdfast_operator.model.job import (
     PodGroup,
     PodPhase,
     PodView,
+    RawSource,
     Taint,
     Unreadable,
     tolerated_taints,
@@ -66,7 +67,21 @@ def unreadable(kind: str, raw: Mapping[str, Any], error: Exception) -> Unreadabl
         problem=problem_of(error),
         owner=controller_of(raw),
         job=None if job is None else str(job),
+        source=_source(raw, str(meta.get("namespace") or "")),
     )
+
+
+def _source(raw: Mapping[str, Any], own: str) -> RawSource | None:
+    spec = raw.get("spec")
+    given = spec.get("restoreFrom") if isinstance(spec, Mapping) else None
+    if not isinstance(given, Mapping):
+        return None
+    checkpoint, job = (
+        ref if isinstance(ref := given.get(key), Mapping) else {}
+        for key in ("checkpointRef", "jobRef")
+    )
+    names = (str(ref.get("name") or "") for ref in (checkpoint, job))
+    return RawSource(str(checkpoint.get("namespace") or own), *names)
 
 
 def problem_of(error: Exception) -> str:
