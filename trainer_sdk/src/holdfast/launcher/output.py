@@ -102,7 +102,7 @@ class OutputPump:
     Args:
         descriptor: The pipe.
         prefix: What each line begins with.
-        target: Receives the lines.
+        target: Receives the lines. What it does not take is lost.
         tail: Keeps the last bytes, or None.
         copy: File that receives the same bytes without the prefix, or None. It is closed at the end.
     """
@@ -171,12 +171,11 @@ class OutputPump:
     def _emit(self, data: bytes) -> None:
         if data == self._partial + b"\n":
             data = self._prefix + data
-        try:
+        # The reader of the log may have ended (`holdfast run | head`), the terminal be closed, or the disk
+        # be full. Training must continue, and later lines may find room.
+        with contextlib.suppress(OSError):
             self._target.write(data)
             self._target.flush()
-        except (BrokenPipeError, ValueError):
-            # The reader of the log has ended (`holdfast run | head`). Training must continue.
-            self._target = open(os.devnull, "wb")  # noqa: SIM115
 
 
 def open_streams(

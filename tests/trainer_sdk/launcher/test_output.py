@@ -1,0 +1,48 @@
+"""The output of a rank reaches the console, and the launcher goes on where the console takes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+from tests.support.hang import HANG_SECONDS
+
+from holdfast.launcher.output import OutputPump
+
+
+async def pumped(target: BinaryIO, *written: bytes) -> OutputPump:
+    """Write to a pump, one write after the other, and close the pipe. Return it when it has ended."""
+    read, write = os.pipe()
+    pump = OutputPump(read, "[rank 0] ", target, None)
+    pump.start()
+    for data in written:
+        os.write(write, data)
+        await asyncio.sleep(0)
+    os.close(write)
+    async with asyncio.timeout(HANG_SECONDS):
+        await pump.drained.wait()
+    return pump
+
+
+def test_each_line_begins_with_the_rank(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "wb", buffering=0) as log:
+        asyncio.run(pumped(log, b"step 1\nst", b"ep 2\n", b"no end"))
+    assert (tmp_path / "log").read_text() == "[rank 0] step 1\n[rank 0] step 2\n[rank 0] no end\n"
+
+
+@pytest.mark.fault("The disk is full to which the output of `holdfast run` goes, when a rank ends")
+@pytest.mark.parametrize("text", [b"line\n", b"no end of a line", b"line\nno end of a line"])
+def test_a_console_that_takes_nothing_keeps_no_rank_from_ending(text: bytes) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        asyncio.run(pumped(full, text))
+
+
+@pytest.mark.fault("The terminal of `holdfast run` is closed, and the launcher lives on")
+def test_a_terminal_that_was_closed_keeps_no_rank_from_ending() -> None:
+    ours, theirs = os.openpty()
+    os.close(ours)
+    with open(theirs, "wb", buffering=0) as terminal:
+        asyncio.run(pumped(terminal, b"no end of a line"))
