@@ -5,13 +5,21 @@ from __future__ import annotations
 import errno
 import fcntl
 import multiprocessing
+import resource
 import threading
 from pathlib import Path
 
 import pytest
 from tests.support.trainer.launched import until
 
-from holdfast.directory.processes import Claim, Process, claim, is_held, wait_for_writers
+from holdfast.directory.processes import (
+    Claim,
+    Process,
+    claim,
+    holder,
+    is_held,
+    wait_for_writers,
+)
 
 
 @pytest.fixture
@@ -120,3 +128,16 @@ def test_an_unreferenced_claim_releases_its_lock(process: Process) -> None:
     assert is_held(process.trainer)
     del held
     assert not is_held(process.trainer)
+
+
+@pytest.mark.fault("The disk of a folder is full when a process locks a file in it")
+def test_a_lock_on_a_full_disk_is_held(process: Process) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        held = Claim(process.writer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert holder(process.writer) == "another process"
+    held.release()
+    assert not is_held(process.writer)

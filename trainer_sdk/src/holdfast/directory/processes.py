@@ -173,15 +173,17 @@ def _locked(path: Path, *, wait: bool) -> int:
             continue  # another process released its claim and removed the empty directory
         try:
             fcntl.flock(descriptor, operation)
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            # A full disk may have no room for the text, but only the lock counts.
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(descriptor).st_ino:
                     return descriptor
         except BlockingIOError:
             os.close(descriptor)
             raise
-        except OSError:  # the file must not stay where it cannot be locked or written
+        except OSError:  # the file must not stay where it cannot be locked
             path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
