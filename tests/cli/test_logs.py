@@ -170,6 +170,9 @@ def test_a_log_that_is_opened_again_repeats_no_line() -> None:
     assert [position.passes(t) for t in (1, 2, 2)] == [True] * 3
     assert position.since_seconds() is not None
     assert [position.passes(t) for t in (1, 2, 2, 2, 3)] == [False, False, False, True, True]
+    assert position.passes(1)  # the clock of the node was set back
+    assert position.since_seconds() is not None
+    assert [position.passes(t) for t in (1, 2)] == [False, True]
 
 
 class Played:
@@ -183,6 +186,7 @@ class Played:
             "conditions": [],
         }
         self.exists = True
+        self.uid = "u"
         self.pods: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, list[Callable[[Any], None]]] = {}
         """For each pod, what happens at each request of its log. The last one repeats."""
@@ -217,7 +221,7 @@ class Played:
         if path.endswith("/trainingjobs/gpt") and self.exists:
             return {
                 "kind": "TrainingJob",
-                "metadata": {"name": "gpt", "namespace": "team-a", "uid": "u"},
+                "metadata": {"name": "gpt", "namespace": "team-a", "uid": self.uid},
                 "spec": {"workers": 2, "procsPerWorker": 2},
                 "status": self.status,
             }
@@ -399,6 +403,36 @@ def test_a_job_that_is_deleted_ends_a_follower(
     played.logs[first] = [goes]
     with pytest.raises(NotFound, match="gpt was deleted meanwhile"):
         shown(cluster, follow=True)
+
+
+@pytest.mark.fault(
+    "A job is deleted and created again with the same name while its logs are followed"
+)
+def test_a_follower_does_not_go_on_with_another_job_of_the_name(
+    played: Played, cluster: ClusterClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast_cli.logs._LOOK_SECONDS", 0.1)
+    first = played.add(0)
+
+    def is_replaced(out: Any) -> None:
+        lines_of(stamped(1, "[rank 0] a"))(out)
+        played.uid = "u2"
+        played.status["conditions"] = [{"type": "Complete", "status": "True", "reason": "x"}]
+        played.pods.clear()
+
+    played.logs[first] = [is_replaced]
+    with pytest.raises(NotFound, match="gpt was deleted meanwhile"):
+        shown(cluster, follow=True)
+
+
+@pytest.mark.fault("The clock of a node is set back while a rank writes its log")
+def test_no_line_is_lost_when_the_clock_of_a_node_is_set_back(
+    played: Played, cluster: ClusterClient
+) -> None:
+    played.logs[played.add(0)] = [
+        lines_of(stamped(9, "[rank 0] a"), stamped(2, "[rank 0] b"), stamped(3, "[rank 0] c"))
+    ]
+    assert shown(cluster) == [f"[rank 0] {letter}" for letter in "abc"]
 
 
 def test_more_pods_than_can_be_read_are_refused(played: Played, cluster: ClusterClient) -> None:

@@ -513,7 +513,12 @@ class JobLogs:
 
     def look_again(self) -> bool:
         """Read the job again. Return whether it is over. Raises NotFound if it is gone."""
-        self._gang = self._cluster.gang(self._options.name)
+        gang = self._cluster.gang(self._options.name)
+        if gang["metadata"]["uid"] != self._gang["metadata"]["uid"]:
+            raise NotFound(
+                f"{self._options.name} is another job now"
+            )  # its rounds begin at 0 again
+        self._gang = gang
         status = self._gang.get("status") or {}
         self._present = status.get("restartRound")
         chosen = status.get("chosenAt")
@@ -533,29 +538,30 @@ class LogPosition:
     lines_at_last: int = 0
     """Lines with the time of the last one."""
     _read_at: float | None = None
-    _again: int = 0
-    """Lines at `last_ns` that were passed since the log was opened again."""
+    _behind: int = 0
+    """Lines at `last_ns` that are still to come again since the log was opened again."""
 
     def since_seconds(self) -> int | None:
         """Return from which age on a log must be read again. None: it was not read yet."""
-        self._again = 0
+        self._behind = self.lines_at_last
         if self._read_at is None:
             return None
         # Both ends are of the reader's own clock: that of the node may be another.
         return int(time.monotonic() - self._read_at) + 10
 
     def passes(self, time_ns: int) -> bool:
-        """Note a line. Return whether it was not passed before."""
+        """Note a line. Return whether it was not passed before.
+
+        Only a log that was opened again repeats lines. Otherwise an earlier time is that of a clock that was
+        set back.
+        """
         self._read_at = time.monotonic()
-        if time_ns < self.last_ns:
+        if self._behind and time_ns <= self.last_ns:
+            self._behind -= time_ns == self.last_ns
             return False
-        if time_ns == self.last_ns:
-            self._again += 1
-            if self._again <= self.lines_at_last:
-                return False
-            self.lines_at_last = self._again
-            return True
-        self.last_ns, self.lines_at_last, self._again = time_ns, 1, 1
+        is_same = time_ns == self.last_ns
+        self.lines_at_last = self.lines_at_last + 1 if is_same else 1
+        self.last_ns, self._behind = time_ns, 0
         return True
 
 
