@@ -14,6 +14,7 @@ from holdfast_cli.errors import CommandError, Exit, NotFound, StateError
 from holdfast_cli.output import Format, Result, rendered
 from holdfast_cli.verifying import drill, obstacle_to_drill, progress
 from holdfast_core.api import Checkpoint, CheckpointPhase, DrillStatus, changed
+from holdfast_core.api.checkpoint import RequestedDrill
 
 STORED = checkpoint(20, 0, bytes=6_700_000, store="main")
 
@@ -44,6 +45,10 @@ class PlayedCluster:
     def patch(self, plural: str, name: str, uid: str, body: dict[str, Any]) -> None:
         assert (plural, name, uid) == ("checkpoints", self.checkpoint.name, self.checkpoint.uid)
         self.patches.append(body)
+        wanted = RequestedDrill.from_dict(body["spec"]["verify"])
+        self.checkpoint = changed(
+            self.checkpoint, spec=changed(self.checkpoint.spec, verify=wanted)
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +127,18 @@ def test_a_checkpoint_that_is_deleted_meanwhile_ends_the_wait() -> None:
     pruned = changed(STORED, status=changed(STORED.status, phase=CheckpointPhase.DELETING))
     with pytest.raises(StateError, match="being deleted"):
         verify(PlayedCluster(STORED, lambda c, t: pruned))
+
+
+@pytest.mark.fault(
+    "Another person requests a drill of the same checkpoint before the first request begins"
+)
+def test_a_request_that_another_one_has_replaced_ends_the_wait() -> None:
+    def answer(found: Checkpoint, trigger: str) -> Checkpoint:
+        other = changed(found.spec, verify=RequestedDrill(trigger="other"))
+        return changed(drilled(found, "other", True, "Intact"), spec=other)
+
+    with pytest.raises(CommandError, match="another request"):
+        verify(PlayedCluster(STORED, answer))
 
 
 @pytest.mark.parametrize(

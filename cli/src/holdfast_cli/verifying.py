@@ -168,11 +168,25 @@ def drill(
         if found is not None:
             return found.result()
         _fit(checkpoint)
+        _expect_wanted(checkpoint, trigger)
         now = progress(cluster.get("checkpointstores", checkpoint.status.store or ""), checkpoint)
         if now != shown:
             say(now)
             shown = now
         time.sleep(POLL_SECONDS)
+
+
+def _expect_wanted(checkpoint: Checkpoint, trigger: str) -> None:
+    """Raise CommandError if this request was replaced: one that is replaced before its drill has none."""
+    wanted, drill = checkpoint.spec.verify, checkpoint.status.drill
+    if wanted is not None and wanted.trigger == trigger:
+        return
+    # Until a later request is fulfilled, the drill of this one may still run.
+    if wanted is None or (drill is not None and drill.trigger == wanted.trigger):
+        raise CommandError(
+            f"{checkpoint.name}: another request has replaced this one: `kubectl holdfast show "
+            f"checkpoint/{checkpoint.name} -n {checkpoint.namespace}` shows what its drill has found"
+        )
 
 
 def _fit(checkpoint: Checkpoint) -> Checkpoint:
