@@ -12,14 +12,18 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import SHUT_RDWR
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.operator.builders import UID, checkpoint, job, status
 from tests.support.servers.ports import free_port
 
 from holdfast_cli import program
+from holdfast_cli.cluster import ClusterClient
+from holdfast_cli.errors import CommandError
+from holdfast_cli.gangs import MemberPod
 from holdfast_cli.program import VERBS
 from holdfast_core.api import LineageEntry
 from holdfast_core.ids import JobUid, RestartRound, Step
@@ -425,6 +429,25 @@ def test_status_finds_an_adoption_by_its_name_with_pods_and_steps(
     shown = json.loads(ended.stdout)
     assert (shown["kind"], shown["tiers"]) == ("CheckpointAdoption", {"0": {"node": 40}})
     assert [pod["pod"] for pod in shown["pods"]] == ["lm-0-x"]
+
+
+class SlowSidecars(ClusterClient):
+    """A cluster whose sidecars answer when all of them are asked."""
+
+    all_asked = Barrier(8)
+
+    def metrics(self, pod: str) -> str:
+        self.all_asked.wait(HANG_SECONDS)
+        if pod == "p3":
+            raise CommandError("it does not answer")
+        return f'holdfast_newest_step{{rank="{pod[1:]}",tier="node"}} 40.0\n'
+
+
+@pytest.mark.fault("The sidecars of a gang do not answer while `status` asks for the newest steps")
+def test_silent_sidecars_are_waited_for_at_the_same_time() -> None:
+    members = [MemberPod(n, f"p{n}", "n1", "Running", 0) for n in range(8)]
+    found = SlowSidecars(None, "team-a", "here", "http://here").tiers(members)
+    assert found == {n: {"node": 40} for n in range(8) if n != 3}
 
 
 def test_status_is_shown_to_a_user_who_may_not_list_pods(adopting: ApiServer, config: Path) -> None:

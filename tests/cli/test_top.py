@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from threading import Barrier
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_cli.output import Format, rendered
-from holdfast_cli.top import WIDTH, age_text, job_rows, shortened, top_result
+from holdfast_cli.top import (
+    WIDTH,
+    CommitTimes,
+    age_text,
+    job_rows,
+    read_rows,
+    shortened,
+    top_result,
+)
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.names import checkpoint_name
 
@@ -75,6 +85,35 @@ def test_what_is_not_known_is_shown_as_such() -> None:
     assert (row.phase, row.urgency) == ("Pending", 1)
     assert (row.step, row.persisted_age_seconds, row.goodput, row.stored_bytes) == (None,) * 4
     assert "has no TrainingJob" in rendered(top_result([], everywhere=True), Format.TABLE)
+
+
+class Answers:
+    """A cluster with so many jobs, which answers for a Checkpoint when all of them are asked for."""
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = [
+            gang(f"j{n}", RUNS, lastPersisted={"step": 40, "round": 0}) for n in range(jobs)
+        ]
+        self.all_asked = Barrier(jobs)
+
+    def gangs(self) -> list[dict[str, Any]]:
+        return self.jobs
+
+    def items(self, plural: str) -> list[dict[str, Any]]:
+        return []
+
+    def in_namespace(self, namespace: str) -> Answers:
+        return self
+
+    def get(self, plural: str, name: str) -> dict[str, Any]:
+        self.all_asked.wait(HANG_SECONDS)
+        return {"status": {"committedAt": "2026-11-30T02:48:00Z"}}
+
+
+def test_the_times_of_many_jobs_are_read_at_the_same_time() -> None:
+    cluster: Any = Answers(8)
+    rows = read_rows(cluster, CommitTimes(cluster), NOW)
+    assert [row.persisted_age_seconds for row in rows] == [720] * 8
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

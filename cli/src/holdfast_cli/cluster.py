@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -401,16 +402,20 @@ class ClusterClient:
     def tiers(self, gang: Iterable[MemberPod]) -> dict[int, dict[str, int]]:
         """Return the newest step by rank and tier, from the metrics of the members' sidecars.
 
-        Sidecars that cannot be read are left out.
+        Sidecars that cannot be read are left out. All are asked at the same time: one that is lost does not
+        answer before the time-out.
         """
-        tiers: dict[int, dict[str, int]] = {}
-        for member in gang:
-            if not member.exists:
-                continue
+
+        def read(pod: str) -> str:
             try:
-                text = self.metrics(member.pod)
+                return self.metrics(pod)
             except CommandError:
-                continue
+                return ""
+
+        with ThreadPoolExecutor(MAX_STREAMS) as pool:
+            texts = list(pool.map(read, [member.pod for member in gang if member.exists]))
+        tiers: dict[int, dict[str, int]] = {}
+        for text in texts:
             for labels_text, value in _SAMPLE.findall(text):
                 labels = dict(_LABEL.findall(labels_text))
                 tiers.setdefault(int(labels["rank"]), {})[labels["tier"]] = int(float(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast_cli.errors import CommandError, UsageError
-from holdfast_cli.gangs import conditions_of, persisted_name, store_of
+from holdfast_cli.gangs import MAX_STREAMS, conditions_of, persisted_name, store_of
 from holdfast_cli.options import Session, common_options, everywhere_option
 from holdfast_cli.output import Cell, Column, Format, Result, Style, Table, show
 from holdfast_cli.views import is_trouble, running_reason
@@ -187,24 +188,36 @@ def shortened(text: str, most: int) -> str:
 
 
 class CommitTimes:
-    """Reads when Checkpoints were committed, each of them once."""
+    """Reads when the newest persisted Checkpoints of jobs were committed, each of them once."""
 
     def __init__(self, cluster: ClusterClient) -> None:
         self._cluster = cluster
         self._known: dict[tuple[str, str], datetime | None] = {}
 
+    def look(self, gangs: Iterable[dict[str, Any]]) -> None:
+        """Read those of these gangs that are not known, at the same time, and forget all others."""
+        wanted = [
+            (gang["metadata"]["namespace"], name)
+            for gang in gangs
+            if (name := persisted_name(gang))
+        ]
+        with ThreadPoolExecutor(MAX_STREAMS) as pool:
+            self._known = dict(zip(wanted, pool.map(self._read, wanted), strict=True))
+
     def at(self, namespace: str, name: str) -> datetime | None:
         """Return when the Checkpoint was committed. None: it is gone, or cannot be read."""
-        key = namespace, name
-        if key not in self._known:
-            try:
-                checkpoint = self._cluster.in_namespace(namespace).get("checkpoints", name)
-                status = checkpoint.get("status") or {}
-                stamp = status.get("committedAt") or checkpoint["metadata"]["creationTimestamp"]
-                self._known[key] = parse_stamp(stamp)
-            except CommandError:
-                return None  # it may be written later, so the next look asks again
-        return self._known[key]
+        return self._known[namespace, name]
+
+    def _read(self, key: tuple[str, str]) -> datetime | None:
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        try:
+            checkpoint = self._cluster.in_namespace(key[0]).get("checkpoints", key[1])
+        except CommandError:
+            return None  # it may be written later, so the next look asks again
+        status = checkpoint.get("status") or {}
+        return parse_stamp(status.get("committedAt") or checkpoint["metadata"]["creationTimestamp"])
 
 
 def read_rows(cluster: ClusterClient, commits: CommitTimes, now: datetime) -> list[JobRow]:
@@ -214,6 +227,7 @@ def read_rows(cluster: ClusterClient, commits: CommitTimes, now: datetime) -> li
         stores = cluster.items("checkpointstores")
     except CommandError:  # the other columns do not need the stores
         stores = []
+    commits.look(gangs)
     return job_rows(gangs, stores, commits.at, now)
 
 
