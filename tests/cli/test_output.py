@@ -52,8 +52,8 @@ def test_a_styled_cell_has_the_width_of_its_text() -> None:
 
 
 def test_no_text_moves_the_cursor_or_changes_the_title(capsys: pytest.CaptureFixture[str]) -> None:
-    hostile = "a\x1b]0;title\x07\r\u202eb\tc"
-    harmless = "a\\x1b]0;title\\x07\\r\\u202eb\tc"
+    hostile = "a\x1b]0;title\x07\r\u202eb\udcff\tc"
+    harmless = "a\\x1b]0;title\\x07\\r\\u202eb\\udcff\tc"
     table = Table(["NAME"], [(hostile,), (Cell(hostile + "\nd", "red"),)], headings=False)
     result = Result(None, [f"{hostile}\nd", Cell(hostile), table])
     text = click.unstyle(rendered(result, Format.TABLE))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_cli.errors import Exit
 from holdfast_cli.program import VERBS, cli, run
 
 HEAVY = ("kubernetes", "numpy", "pydantic", "rich", "torch", "yaml")
@@ -176,3 +177,42 @@ def test_each_shell_has_a_script(
     out = capsys.readouterr().out
     assert program.replace(" ", "-") in out
     assert f"_{program.upper().replace(' ', '_')}_COMPLETE" in out
+
+
+@pytest.mark.fault("The reader of a result ends before it has read it, as `head` does")
+def test_a_reader_that_has_ended_gets_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as closed:
+        ended = subprocess.run(
+            [sys.executable, "-m", "holdfast_cli", "completion", "bash"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            timeout=120,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (Exit.FAILED, b"")
+
+
+@pytest.mark.fault(
+    "A path of the command line cannot be looked at, as in a directory of another user"
+)
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["list", f"./{'x' * 300}"], Exit.FAILED, "File name too long"),
+        (["import", f"./{'x' * 300}", "--format", "hf", "--to", "y"], Exit.FAILED, "too long"),
+        (["list", "~no-such-user/ckpt"], Exit.MISSING, "there is no folder ~no-such-user/ckpt"),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_an_error_in_one_sentence(
+    words: list[str], code: Exit, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words, "holdfast") == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_kubeconfig_that_cannot_be_looked_at_is_named() -> None:
+    ended = start("kubectl holdfast", "list", KUBECONFIG="x" * 300)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (Exit.FAILED, False)
+    assert "no kubeconfig found at xxx" in ended.stderr

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from kubernetes import client, stream
@@ -27,7 +26,7 @@ from holdfast_cli.gangs import (
     members,
     newest_of,
 )
-from holdfast_cli.targets import ClusterTarget, Kind
+from holdfast_cli.targets import ClusterTarget, Kind, local_path
 from holdfast_core.contract import METRICS_PORT
 from holdfast_core.names import GROUP, JOB_UID_LABEL
 
@@ -73,7 +72,7 @@ class ClusterClient:
         Raises:
             CommandError: There is no kubeconfig, it cannot be used, or it lacks the context.
         """
-        if not any(Path(p).expanduser().exists() for p in KUBECONFIG.split(os.pathsep)):
+        if not any(os.access(local_path(p), os.R_OK) for p in KUBECONFIG.split(os.pathsep)):
             raise CommandError(
                 f"no kubeconfig found at {KUBECONFIG}: set KUBECONFIG to the file of your cluster"
             )

@@ -23,7 +23,7 @@ from holdfast_cli.errors import CommandError, NotFound, UsageError
 from holdfast_cli.gangs import VERSION
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Column, Format, Result, Table, say, show
-from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, StoreTarget, Target
+from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, StoreTarget, Target, local_path
 from holdfast_core.api import DeletionPolicy, size_text
 from holdfast_core.contract import ListContract
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
@@ -254,7 +254,7 @@ def _import_weights(target: PlaceTarget, format: Any, to: str, entry: str | None
             f"import reads weights of a folder or a file: copy the files to a folder from {target}. "
             "store/NAME imports the checkpoints of a CheckpointStore"
         )
-    source = Path(target.place).expanduser()
+    source = local_path(target.place)
     if not source.exists():
         raise _no_weights(target.place)
     count = import_weights(Import(source, format, to, entry or DEFAULT_ENTRY))

@@ -22,7 +22,9 @@ from holdfast_cli.errors import Exit
 
 Style = Literal["", "dim", "bold", "red", "green", "yellow"]
 _GAP = "  "
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 class Format(StrEnum):
@@ -88,7 +90,7 @@ def say(message: str) -> None:
 
 
 def visible(text: str) -> str:
-    """Return text that moves no cursor and changes no title. Names and messages may be hostile.
+    """Return text that moves no cursor, changes no title and can be written. Names may be hostile.
 
     Line feeds and tabs stay.
     """

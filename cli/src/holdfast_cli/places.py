@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from holdfast.base.settings import apply_environment, current_environment
 from holdfast_cli.errors import NotFound, StateError, UsageError
 from holdfast_cli.gangs import parsed
 from holdfast_cli.options import Session
-from holdfast_cli.targets import FolderTarget, PlaceTarget, StoreTarget, Target
+from holdfast_cli.targets import FolderTarget, PlaceTarget, StoreTarget, Target, local_path
 from holdfast_core.api import Checkpoint, CheckpointPhase, CheckpointStore
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -30,7 +29,7 @@ def place_of(session: Session, target: Target) -> PlaceTarget:
         UsageError: Two targets of one command are in stores with different endpoints.
     """
     if isinstance(target, FolderTarget):
-        path = Path(target.place).expanduser()
+        path = local_path(target.place)
         if not path.exists():
             raise NotFound(f"there is no folder {target.place}: correct the name")
         return FolderTarget(str(path), target.step)

@@ -187,22 +187,29 @@ def cli() -> None:
     pass
 
 
+@cli.result_callback()
+@click.pass_obj
+def _print(session: Session, /, result: object, **_: object) -> int:
+    """Print the result of a verb, and return the exit code. Click ends the program if nobody reads it."""
+    if not isinstance(result, Result):
+        return Exit.SUCCESS
+    show(result, session.format)
+    return result.exit
+
+
 def run(words: Sequence[str], program: Program) -> int:
     """Run one command, print its result, and return the exit code."""
     session = Session(program)
     variable = f"_{program.upper().replace(' ', '_')}_COMPLETE"
     try:
-        result = cli.main(
+        code: int = cli.main(
             list(words),
             prog_name=program,
             complete_var=variable,
             standalone_mode=False,
             obj=session,
         )
-        if isinstance(result, Result):
-            show(result, session.format)
-            return result.exit
-        return result if isinstance(result, int) else Exit.SUCCESS
+        return code
     except click.Abort:  # click makes it of an interrupt
         return Exit.INTERRUPTED
     except click.ClickException as error:
@@ -211,6 +218,9 @@ def run(words: Sequence[str], program: Program) -> int:
     except HoldfastError as error:
         say(f"{program}: {error}")
         return exit_of(error)
+    except OSError as error:  # of a path, such as one in a directory of another user
+        say(f"{program}: {error.filename or 'the command'}: {error.strerror or error}")
+        return Exit.FAILED
 
 
 def main() -> None:

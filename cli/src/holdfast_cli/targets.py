@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
 from holdfast_cli.errors import NotFound, UsageError
@@ -121,6 +122,14 @@ def parse_target(text: str, program: Program, exists: Callable[[str], bool]) -> 
         f"{text}: objects of the cluster are job/NAME, checkpoint/NAME and store/NAME; write ./{word} for a "
         "folder"
     )
+
+
+def local_path(text: str) -> Path:
+    """Return a path of this machine. Where it begins with the home of an unknown user, it does not exist."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def named(target: Target, verb: str, kinds: tuple[Kind, ...], instead: str) -> ClusterTarget:
