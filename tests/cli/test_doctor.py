@@ -386,6 +386,13 @@ def test_a_server_that_is_away_costs_one_request() -> None:
     assert doctor_result(found).exit is Exit.FAILED
 
 
+def test_commands_for_another_namespace_than_the_default_say_so() -> None:
+    failed = list(checks.jobs(facts(gangs=[gang(CheckpointsLost="True NoCopy gone")])))
+    assert "add -n team-a" in rendered(doctor_result(failed, "team-a"), Format.TABLE)
+    assert "add -n" not in rendered(doctor_result(failed), Format.TABLE)
+    assert "add -n" not in rendered(doctor_result(examine(facts()), "team-a"), Format.TABLE)
+
+
 def test_hostile_texts_write_nothing_to_the_terminal() -> None:
     hostile = gang(Running="False x \x1b]0;t\x07\nsecond line" + "y" * 9000)
     text = rendered(doctor_result(list(checks.jobs(facts(gangs=[hostile])))), Format.TABLE)

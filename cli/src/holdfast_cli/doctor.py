@@ -278,8 +278,12 @@ _STYLES: dict[CheckLevel, Style] = {
 }
 
 
-def doctor_result(checks: Sequence[Check]) -> Result:
-    """Return the list of checks, and the exit code: FAILED if one of them has failed."""
+def doctor_result(checks: Sequence[Check], namespace: str | None = None) -> Result:
+    """Return the list of checks, and the exit code: FAILED if one of them has failed.
+
+    Args:
+        namespace: What -n named. None: the namespace of the context, which the commands use by themselves.
+    """
     lines: list[Line] = []
     for check in checks:
         lines.append(Cell(f"{check.level:8}{_text(check.name)}", _STYLES[check.level]))
@@ -287,6 +291,8 @@ def doctor_result(checks: Sequence[Check]) -> Result:
     counts = {level: sum(check.level is level for check in checks) for level in CheckLevel}
     words = ", ".join(f"{counts[level]} {level}" for level in CheckLevel if counts[level])
     failed = counts[CheckLevel.FAILURE] > 0
+    if namespace is not None and any(check.mend for check in checks):
+        lines.append(f"add -n {namespace} to the commands that name no namespace")
     lines.append(words)
     return Result(list(checks), lines, Exit.FAILED if failed else Exit.SUCCESS)
 
@@ -315,7 +321,8 @@ def _text(text: str) -> str:
 @click.pass_obj
 def command(session: Session, target: Target | None) -> Result:
     if target is None:
-        return doctor_result(examine(gather(session.cluster(), None, None)))
+        checks = examine(gather(session.cluster(), None, None))
+        return doctor_result(checks, session.namespace)
     found = without_step(named(target, "doctor", (Kind.JOB, Kind.STORE), INSTEAD), "doctor")
     job, store = (None, found.name) if found.kind is Kind.STORE else (found.name, None)
-    return doctor_result(examine(gather(session.cluster(found), job, store)))
+    return doctor_result(examine(gather(session.cluster(found), job, store)), session.namespace)
