@@ -8,6 +8,7 @@ from tests.support.tiers.objects import MemoryObjectStore
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import HoldfastError, NotFoundError, TierError, UnavailableError
 from holdfast_core.store.probe import ProbeReason, probe_objects
+from holdfast_core.tiers.objects import ObjectSource
 
 CONFIG = StoreConfig("host:1", True, "bucket", "prefix", "")
 
@@ -23,9 +24,27 @@ class FailingStore(MemoryObjectStore):
         raise self._error
 
 
+class UnconditionalStore(MemoryObjectStore):
+    """A store that looks at a key first, and whose server then ignores the condition of the write."""
+
+    def write(self, key: str, source: ObjectSource, *, replace: bool = False) -> None:
+        super().write(key, source, replace=replace or self.size(key) is None)
+
+
 def test_a_good_store_is_available_and_stays_empty() -> None:
     store = MemoryObjectStore()
-    assert probe_objects(CONFIG, lambda _: store).available
+    report = probe_objects(CONFIG, lambda _: store)
+    assert report.available
+    assert report.features.conditional_put
+    assert store.list("").objects == ()
+
+
+@pytest.mark.fault("A store ignores the condition of a write, which its client hides by a look")
+def test_a_store_that_replaces_what_was_written_since_its_look_is_reported() -> None:
+    store = UnconditionalStore()
+    report = probe_objects(CONFIG, lambda _: store)
+    assert not report.features.conditional_put
+    assert "ignores conditional writes" in report.message
     assert store.list("").objects == ()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ from holdfast_core.store.s3.credentials import CredentialsProvider
 from holdfast_core.store.s3.errors import Retrier, RetryPolicy, S3Failure
 from holdfast_core.store.s3.http import CertificateError, Timeouts
 from holdfast_core.store.upload import Document
-from holdfast_core.tiers.objects import ObjectInfo, ObjectStore
+from holdfast_core.tiers.objects import ObjectInfo, ObjectStore, Part
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ class ProbedFeatures:
     """Features that the probe found. A store needs all of them but `conditional_put`."""
 
     conditional_put: bool = False
-    """The store respects `If-None-Match: *`, also between concurrent writers."""
+    """The store respects the condition that a key is free, also between concurrent writers."""
     checksum: bool = False
     """The store refuses an upload with a wrong CRC32C, and a HEAD returns the right one. A store of Azure
     compares none: TLS protects the bytes on their way, and the writer's checksum is kept beside them."""
@@ -228,8 +228,12 @@ def _probed(store: ObjectStore, base: str) -> ProbedFeatures:
     found = memoryview(bytearray(5))
     store.read_into(key, 9, found)
     store.write(parts, _InParts(_BODY))
+    are_kept = [
+        _is_kept(store, f"{base}kept{number}", first)
+        for number, first in enumerate((Document(_BODY), _InParts(_BODY)))
+    ]
     return ProbedFeatures(
-        conditional_put=_is_kept(store, key) and _is_kept(store, parts) and _one_wins(store, base),
+        conditional_put=all(are_kept) and _one_wins(store, base),
         checksum=True,
         multipart=store.get(parts) == _BODY,
         range_get=found == _BODY[9:14],
@@ -245,10 +249,31 @@ class _InParts(Document):
         return 1 << 30
 
 
-def _is_kept(store: ObjectStore, key: str) -> bool:
-    """Return whether a write of other bytes under a used key is refused."""
+@dataclass(frozen=True, slots=True)
+class _Late(Document):
+    """A document whose key another writer takes while its parts are made."""
+
+    meanwhile: Callable[[], object] = lambda: None
+    limit: int = 0
+
+    @property
+    def size_limit(self) -> int:
+        return self.limit
+
+    def parts(self, part_bytes: int) -> Iterator[Part]:
+        self.meanwhile()
+        return Document(self.data).parts(part_bytes)
+
+
+def _is_kept(store: ObjectStore, key: str, first: Document) -> bool:
+    """Return whether an object stays although a writer has found its key free before it was written.
+
+    A store looks at the key before it writes, so that only a writer between this look and the write shows
+    whether the server checks the condition.
+    """
+    late = _Late(_OTHER, True, lambda: store.write(key, first), first.size_limit)
     try:
-        store.write(key, Document(_OTHER))
+        store.write(key, late)
     except AlreadyExistsError:
         return store.get(key) == _BODY
     return False
@@ -295,7 +320,7 @@ def _judge(features: ProbedFeatures, where: str, leftovers: str) -> ProbeReport:
     message = f"{where} passed every check"
     if not features.conditional_put:
         message = (
-            f"{where} can be used; it ignores If-None-Match, so immutability of keys rests on "
+            f"{where} can be used; it ignores conditional writes, so immutability of keys rests on "
             "Holdfast alone"
         )
     if leftovers:

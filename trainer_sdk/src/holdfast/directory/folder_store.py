@@ -262,7 +262,7 @@ class FolderStore:
         self._conditional_put = report.features.conditional_put
         if not self._conditional_put:
             logger.warning(
-                "%s ignores If-None-Match: two runs that start at the same moment with this prefix are "
+                "%s ignores conditional writes: two runs that start at the same moment with this prefix are "
                 "not kept apart",
                 self.url,
             )
