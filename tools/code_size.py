@@ -20,11 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 18430,  # 100 of them are reads ahead of a peer as a store, and the objects that it serves
-    "operator": 14140,
-    "sidecar": 8570,
+    "core": 18720,  # 280 of them are stores of Google: their keys, errors and fields
+    "operator": 14180,
+    "sidecar": 8580,
     "trainer_sdk": 18000,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
-    "cli": 5180,
+    "cli": 5210,
 }
 """Most lines of code of each package."""
 

@@ -37,8 +37,8 @@ REASONS = {
     "standard library (ADR 0028). It needs no other package.",
     "numpy": "Arrays in a training state, and copies into shared memory that release the GIL.",
     "obstore": (
-        "Azure Blob Storage: Rust's object_store, with credentials and blocks. MIT licence; a wheel of "
-        "5 MB without other packages from Python 3.13 on."
+        "Azure Blob Storage and Google Cloud Storage: Rust's object_store, with credentials and parts. MIT "
+        "licence; a wheel of 5 MB without other packages from Python 3.13 on."
     ),
     "prometheus-client": "Metrics of operator and sidecar in the Prometheus text format.",
     "pydantic": "The models of TrainingJob, Checkpoint and CheckpointStore, from which the CRDs are "

@@ -449,7 +449,12 @@ def test_columns_name_the_place_of_a_store_of_each_kind(cluster: ControlPlane) -
         "bucket": "ckpt",
         "credentialsSecretRef": {"name": "keys"},
     }
-    places = {"s3": {"s3": s3}, "azure": {"azure": azure}, "far": {"azure": far}}
+    places = {
+        "s3": {"s3": s3},
+        "azure": {"azure": azure},
+        "far": {"azure": far},
+        "google": {"google": {"bucket": "team_runs"}},
+    }
     for name, spec in places.items():
         kind = {"apiVersion": "holdfast.dev/v1alpha1", "kind": "CheckpointStore"}
         path = "/apis/holdfast.dev/v1alpha1/namespaces/team-a/checkpointstores"
@@ -461,6 +466,7 @@ def test_columns_name_the_place_of_a_store_of_each_kind(cluster: ControlPlane) -
         ["NAME", "ENDPOINT", "BUCKET"],
         ["columns-azure", "team", "runs"],
         ["columns-far", "https://stack.local", "runs"],
+        ["columns-google", "https://storage.googleapis.com", "team_runs"],
         ["columns-s3", "http://minio:9000", "ckpt"],
     ]
 

@@ -10,6 +10,7 @@ from tests.support.api_objects import (
     ABSENT,
     azure_store_object,
     checkpoint_object,
+    google_store_object,
     job_object,
     merged,
     store_object,
@@ -515,11 +516,27 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a store in no place": (
         {**store_object(), "spec": {}},
-        ["the store has none or both of s3 and azure: set one of them"],
+        ["the store has none or several of s3, azure and google: set one of them"],
     ),
     "a store in two places": (
         merged(store_object(), azure_store_object()),
-        ["the store has none or both of s3 and azure: set one of them"],
+        ["the store has none or several of s3, azure and google: set one of them"],
+    ),
+    "a store in three places": (
+        merged(merged(store_object(), azure_store_object()), google_store_object()),
+        ["the store has none or several of s3, azure and google: set one of them"],
+    ),
+    "google bucket with a scheme": (
+        google_store_object(bucket="gs://checkpoints"),
+        ["spec.google.bucket:", "write only the name of the bucket, without scheme"],
+    ),
+    "google prefix with a slash at its end": (
+        google_store_object(prefix="a/"),
+        ["spec.google.prefix:", 'google.prefix is "a/"', "remove the slash"],
+    ),
+    "google endpoint with a path": (
+        google_store_object(endpoint="https://storage.googleapis.com/checkpoints"),
+        ["spec.google.endpoint:", "expected http(s)://host:port without a path"],
     ),
     "the host of an account": (
         azure_store_object(account="teamastore.blob.core.windows.net"),
@@ -719,6 +736,10 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         partSizeMiB=5,
     ),
     "smallest azure store": azure_store_object(),
+    "smallest google store": google_store_object(),
+    "google store with a key": google_store_object(
+        bucket="team_a.example.com", prefix="runs", credentialsSecretRef={"name": "store-keys"}
+    ),
     "azure store of another cloud with an identity": azure_store_object(
         endpoint="https://teamastore.blob.core.usgovcloudapi.net",
         prefix="team-a/runs",

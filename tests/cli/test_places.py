@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.api_objects import azure_store_object
+from tests.support.api_objects import azure_store_object, google_store_object
 from tests.support.operator.builders import UID, checkpoint
 
 from holdfast.base.settings import current_environment
@@ -87,6 +87,14 @@ def test_a_checkpoint_in_azure_is_read_from_its_container() -> None:
     assert found == StoreTarget(f"az://teamastore/checkpoints/runs/team-a/{UID}", 20)
     assert variables_of(azure, {}) == {"AZURE_STORAGE_ENDPOINT": "http://azurite:10000"}
     assert variables_of(azure, {"AZURE_STORAGE_ENDPOINT": "x"}) == {}
+
+
+def test_a_checkpoint_in_google_is_read_from_its_bucket() -> None:
+    google = CheckpointStore.from_dict(google_store_object(prefix="runs"))
+    found = stored_place(STORED, google)
+    assert found == StoreTarget(f"gs://checkpoints/runs/team-a/{UID}", 20)
+    assert variables_of(google, {}) == {"GOOGLE_BASE_URL": "https://storage.googleapis.com"}
+    assert variables_of(google, {"GOOGLE_BASE_URL": "x"}) == {}
 
 
 def test_an_imported_checkpoint_is_where_its_first_job_saved_it() -> None:

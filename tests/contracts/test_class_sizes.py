@@ -23,7 +23,6 @@ WIRING = "It wires the parts of its process once, and has one field for each par
 
 ALLOWED = {
     "cli.Findings": VIEW,
-    "core.AzureObjectStore": "It has each operation of a store, and the requests of which they consist.",
     "core.CheckpointStatus": API_OBJECT,
     "core.CoordinatorState": MESSAGE,
     "core.Round": MESSAGE,

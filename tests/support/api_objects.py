@@ -90,6 +90,14 @@ def azure_store_object(
     return _object("CheckpointStore", name, namespace, {"azure": merged(azure, azure_changes)})
 
 
+def google_store_object(
+    name: str = "main", namespace: str = "team-a", **google_changes: Any
+) -> dict[str, Any]:
+    """Return a CheckpointStore of Google with the required fields only."""
+    google = {"bucket": "checkpoints"}
+    return _object("CheckpointStore", name, namespace, {"google": merged(google, google_changes)})
+
+
 def _object(kind: str, name: str, namespace: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": API_VERSION,

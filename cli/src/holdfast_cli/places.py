@@ -9,11 +9,19 @@ from holdfast_cli.errors import NotFound, StateError, UsageError
 from holdfast_cli.gangs import parsed
 from holdfast_cli.options import Session
 from holdfast_cli.targets import FolderTarget, PlaceTarget, StoreTarget, Target, local_path
-from holdfast_core.api import Checkpoint, CheckpointPhase, CheckpointStore
+from holdfast_core.api import (
+    AzureSpec,
+    Checkpoint,
+    CheckpointPhase,
+    CheckpointStore,
+    GoogleSpec,
+    S3Spec,
+)
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _AZURE_ENDPOINT = "AZURE_STORAGE_ENDPOINT"
+_GOOGLE_ENDPOINT = "GOOGLE_BASE_URL"
 
 
 def place_of(session: Session, target: Target) -> PlaceTarget:
@@ -68,26 +76,33 @@ def expect_stored(checkpoint: Checkpoint) -> str:
 
 def stored_place(checkpoint: Checkpoint, store: CheckpointStore) -> StoreTarget:
     """Return the URL of the job in the store, and the step."""
-    stored, s3, azure = checkpoint.spec.stored, store.spec.s3, store.spec.azure
+    stored, found = checkpoint.spec.stored, store.spec.place
     namespace = checkpoint.namespace if stored is None else stored.job_namespace
     uid = checkpoint.status.job_uid if stored is None else stored.job_uid
-    if azure is not None:
-        place, prefix = f"az://{azure.account}/{azure.container}", azure.prefix
-    else:
-        assert s3 is not None, "the rules of the CRD require one of them"
-        place, prefix = f"s3://{s3.bucket}", s3.prefix
-    parts = filter(None, (place, prefix, namespace, uid))
+    match found:
+        case AzureSpec():
+            place = f"az://{found.account}/{found.container}"
+        case GoogleSpec():
+            place = f"gs://{found.bucket}"
+        case S3Spec():
+            place = f"s3://{found.bucket}"
+    parts = filter(None, (place, found.prefix, namespace, uid))
     return StoreTarget("/".join(parts), checkpoint.spec.step)
 
 
 def variables_of(store: CheckpointStore, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which the SDK finds the server of a store, without those that are set."""
-    s3, azure = store.spec.s3, store.spec.azure
-    found = {}
-    if azure is not None and azure.endpoint and not env.get(_AZURE_ENDPOINT):
-        found[_AZURE_ENDPOINT] = azure.endpoint
-    if s3 is not None and not any(env.get(name) for name in _ENDPOINTS):
-        found[_ENDPOINTS[0]] = s3.endpoint
-    if s3 is not None and not any(env.get(name) for name in _REGIONS):
-        found[_REGIONS[0]] = s3.region
-    return found
+    place = store.spec.place
+    wanted: dict[tuple[str, ...], str | None]
+    match place:
+        case AzureSpec():
+            wanted = {(_AZURE_ENDPOINT,): place.endpoint}
+        case GoogleSpec():
+            wanted = {(_GOOGLE_ENDPOINT,): place.endpoint}
+        case S3Spec():
+            wanted = {_ENDPOINTS: place.endpoint, _REGIONS: place.region}
+    return {
+        names[0]: value
+        for names, value in wanted.items()
+        if value and not any(env.get(name) for name in names)
+    }

@@ -12,8 +12,9 @@ from typing import Literal
 from holdfast_cli.errors import NotFound, UsageError
 
 SYNTAX = (
-    "A TARGET is a folder (/x, ./x, ../x, ~/x or .), the URL of a store (s3:// or az://), or an object "
-    "of the cluster: job/NAME, checkpoint/NAME or store/NAME. @STEP behind it names one checkpoint of it."
+    "A TARGET is a folder (/x, ./x, ../x, ~/x or .), the URL of a store (s3://, az:// or gs://), or an "
+    "object of the cluster: job/NAME, checkpoint/NAME or store/NAME. @STEP behind it names one checkpoint "
+    "of it."
 )
 PLAIN_WORDS = {
     "kubectl holdfast": "A plain word is a job, or a checkpoint where no job has the name.",

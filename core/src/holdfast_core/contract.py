@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from enum import IntEnum, StrEnum
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -45,7 +45,7 @@ CERTS_DIR = "/holdfast/certs"
 
 STORE_DIR = "/holdfast/store"
 """The store's keys and optionally ca.crt, mounted from its Secrets: accessKey, secretKey and optionally
-sessionToken for S3, accountKey or sasToken for Azure."""
+sessionToken for S3, accountKey or sasToken for Azure, serviceAccount.json for Google."""
 
 WEB_TOKEN_FILE = "webToken"
 """File in STORE_DIR with the service account's token that the store's web identity accepts."""
@@ -125,6 +125,9 @@ class StoreConfig:
     tenant_id: str = ""
     authority: str = ""
     """Issuer of the web identity's tokens. "" for Azure's public cloud."""
+    google: Literal["", "key", "identity"] = ""
+    """How a bucket of Google Cloud Storage is used: by a key file, or by the identity for which the metadata
+    server gives tokens. "" for any other store."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -133,7 +136,8 @@ class StoreConfig:
     def from_json(cls, text: str) -> Self:
         config = _parsed(cls, text, "store configuration is not valid")
         if not is_endpoint(config.endpoint):
-            field = f"{'azure' if config.account else 's3'}.endpoint"
+            kind = "azure" if config.account else "google" if config.google else "s3"
+            field = f"{kind}.endpoint"
             raise ConfigError(
                 f"store configuration: {field} is {config.endpoint!r}, expected host:port with "
                 f"a port of 1 to 65535, without scheme, user and path: correct spec.{field} of "

@@ -11,6 +11,7 @@ from tests.support.api_objects import (
     ABSENT,
     azure_store_object,
     checkpoint_object,
+    google_store_object,
     job_object,
     merged,
     store_object,
@@ -76,6 +77,7 @@ def test_bad_jobs_are_refused_by_name_and_value(case: str) -> None:
         pytest.param(Checkpoint, checkpoint_object(), id="checkpoint"),
         pytest.param(CheckpointStore, store_object(), id="store"),
         pytest.param(CheckpointStore, azure_store_object(), id="azure store"),
+        pytest.param(CheckpointStore, google_store_object(), id="google store"),
     ],
 )
 def test_round_trip(model: Any, data: dict[str, Any]) -> None:
@@ -164,7 +166,7 @@ def test_part_size_is_spelt_with_its_unit() -> None:
 
 def test_a_store_is_in_one_place() -> None:
     for spec in ({}, {**store_object()["spec"], **azure_store_object()["spec"]}):
-        with pytest.raises(ValidationError, match="none or both of s3 and azure"):
+        with pytest.raises(ValidationError, match="none or several of s3, azure and google"):
             CheckpointStore.from_dict({**store_object(), "spec": spec})
     assert CheckpointStore.from_dict(azure_store_object()).spec.s3 is None
 

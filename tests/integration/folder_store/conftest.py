@@ -1,6 +1,6 @@
 """A MinIO server, and an environment with its endpoint and keys as boto3's users set them.
 
-Tests that use `any_url` run on Azurite as well.
+Tests that use `any_url` run on Azurite and on a played server of Google as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.support.servers.azurite_server import ACCOUNT, AzuriteServer
 from tests.support.servers.minio_server import MinioServer
+from tests.support.servers.played_google import BUCKET, PlayedGoogle
 from tests.support.zygote.persisters import forked_persisters
 
 
@@ -57,7 +58,25 @@ def azure_url(azurite: AzuriteServer, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"az://{ACCOUNT}/{azurite.bucket}/test/{secrets.token_hex(6)}"
 
 
-@pytest.fixture(params=["url", "azure_url"], ids=["minio", "azurite"])
+@pytest.fixture
+def google() -> Iterator[PlayedGoogle]:
+    with PlayedGoogle() as server:
+        yield server
+
+
+@pytest.fixture
+def google_url(google: PlayedGoogle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Return the URL of a prefix in a played server of Google, with the environment set for it."""
+    key = tmp_path / "key.json"
+    key.write_text(google.key())
+    for name, value in google.environment(str(key)).items():
+        monkeypatch.setenv(name, value)
+    return f"gs://{BUCKET}/test/{secrets.token_hex(6)}"
+
+
+@pytest.fixture(
+    params=["url", "azure_url", "google_url"], ids=["minio", "azurite", "played google"]
+)
 def any_url(request: pytest.FixtureRequest) -> str:
     """Return the URL of a prefix in each kind of server."""
     found: str = request.getfixturevalue(request.param)

@@ -11,7 +11,8 @@ from holdfast_core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    "store", ["bucket/x", "gs://bucket/x", "s3://Bucket/x", "s3://bucket/a//b", "s3://bucket/x?y"]
+    "store",
+    ["bucket/x", "gs://", "gs://Bucket/x", "s3://Bucket/x", "s3://bucket/a//b", "s3://bucket/x?y"],
 )
 def test_a_url_that_names_no_store_is_refused(folder: Path, store: str) -> None:
     with pytest.raises(ConfigError, match="the store "):

@@ -34,7 +34,7 @@ from tests.support.tiers.store_bench import MIB, Bench
 from tests.support.tiers.stores import s3_store, s3_tier
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.store.azure.store import AzureObjectStore
+from holdfast_core.store.cloud.store import CloudObjectStore
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.s3.client import S3Client
 from holdfast_core.store.s3.credentials import Keys
@@ -152,7 +152,7 @@ def objects(
     match request.param:
         case "azurite":
             azure = request.getfixturevalue("azurite")
-            found = AzureObjectStore(azure.config(prefix), azure.credentials, retrier=quick)
+            found = CloudObjectStore(azure.config(prefix), azure.credentials, retrier=quick)
         case "directory":
             found = DirectoryObjectStore(tmp_path / "objects")
         case "memory":

@@ -5,9 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import secrets
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -21,6 +18,7 @@ from obstore.exceptions import BaseError
 from tests.support.clock import ManualClock
 from tests.support.servers.azurite_server import ACCOUNT, ACCOUNT_KEY, AzuriteServer
 from tests.support.servers.pki import Authority
+from tests.support.tiers.cloud_writer import killed_at
 from tests.support.tiers.object_tier_contract import ObjectTierContract
 
 from holdfast.testing import ObjectStoreContract
@@ -36,8 +34,9 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.store.access import access_by_url
-from holdfast_core.store.azure.credentials import AzureKeys, FileKeys, FixedKeys
-from holdfast_core.store.azure.store import AzureObjectStore
+from holdfast_core.store.cloud.azure import AzureFiles, AzureKeys
+from holdfast_core.store.cloud.keys import FixedKeys
+from holdfast_core.store.cloud.store import CloudObjectStore
 from holdfast_core.store.s3.errors import Retrier, RetryPolicy
 from holdfast_core.store.s3.http import CertificateError, HttpPool
 from holdfast_core.store.upload import Document
@@ -46,7 +45,6 @@ from holdfast_core.tiers.objects import ObjectStore
 from holdfast_sidecar.process.store_probe import probe_store
 
 pytestmark = pytest.mark.integration
-WRITER = Path(__file__).with_name("azure_writer.py")
 LONG = 20 << 20
 """Three blocks."""
 
@@ -57,7 +55,7 @@ def objects(azurite: AzuriteServer) -> Iterator[ObjectStore]:
     name = f"contract-{secrets.token_hex(6)}"
     assert azurite.create_container(name) == ""
     config = StoreConfig(azurite.endpoint, False, name, "", "", account=ACCOUNT)
-    found = AzureObjectStore(config, azurite.credentials)
+    found = CloudObjectStore(config, azurite.credentials)
     yield found
     found.close()
 
@@ -71,35 +69,17 @@ class TestObjectTiers(ObjectTierContract):
 
 
 @pytest.fixture
-def opened(quick: Retrier) -> Iterator[Callable[..., AzureObjectStore]]:
+def opened(quick: Retrier) -> Iterator[Callable[..., CloudObjectStore]]:
     """Return a function that opens a store. It is closed when the test ends."""
-    stores = list[AzureObjectStore]()
+    stores = list[CloudObjectStore]()
 
-    def open_store(config: StoreConfig, keys: Any, **options: Any) -> AzureObjectStore:
-        stores.append(AzureObjectStore(config, keys, retrier=quick, **options))
+    def open_store(config: StoreConfig, keys: Any, **options: Any) -> CloudObjectStore:
+        stores.append(CloudObjectStore(config, keys, retrier=quick, **options))
         return stores[-1]
 
     yield open_store
     for store in stores:
         store.close()
-
-
-def killed_at(config: StoreConfig, key: str, size: int, where: str, count: int) -> None:
-    """Kill a writing process before its `count`th block or its copy."""
-    command = [sys.executable, str(WRITER), config.to_json(), key, str(size)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdin is not None and child.stdout is not None
-        seen = 0
-        for line in child.stdout:
-            seen += line.strip() == where
-            if seen == count:
-                break
-            child.stdin.write("\n")
-            child.stdin.flush()
-        child.send_signal(signal.SIGKILL)
-        assert child.wait(30) == -signal.SIGKILL
 
 
 @pytest.mark.fault("A process is killed in the middle of an upload to Azure")
@@ -111,17 +91,19 @@ def killed_at(config: StoreConfig, key: str, size: int, where: str, count: int) 
 def test_a_killed_upload_leaves_no_object_and_the_next_one_completes_it(
     azurite: AzuriteServer,
     prefix: str,
-    opened: Callable[..., AzureObjectStore],
+    opened: Callable[..., CloudObjectStore],
+    tmp_path: Path,
     size: int,
     where: str,
     count: int,
 ) -> None:
     config, key = azurite.config(prefix), f"{prefix}/one"
-    killed_at(config, key, size, where, count)
+    (tmp_path / "accountKey").write_text(ACCOUNT_KEY)
+    killed_at(config, tmp_path, key, size, where, count)
     store = opened(config, azurite.credentials)
     assert store.size(key) is None
     assert store.list(f"{prefix}/").objects == ()
-    left = 1 if where == "copy" else 0  # blocks that were not put together are invisible
+    left = 1 if where == "copy" else 0  # parts that were not put together are invisible
     assert [item.size_bytes for item in store.unfinished(f"{prefix}/")] == [size] * left
     store.write(key, Document(payload(size)))
     check_same(store.get(key), payload(size))
@@ -131,7 +113,7 @@ def test_a_killed_upload_leaves_no_object_and_the_next_one_completes_it(
 
 
 def test_an_object_that_another_writer_makes_during_a_long_upload_is_compared(
-    azurite: AzuriteServer, prefix: str, opened: Callable[..., AzureObjectStore]
+    azurite: AzuriteServer, prefix: str, opened: Callable[..., CloudObjectStore]
 ) -> None:
     config, key = azurite.config(prefix), f"{prefix}/one"
     other = opened(config, azurite.credentials)
@@ -150,7 +132,7 @@ def test_an_object_that_another_writer_makes_during_a_long_upload_is_compared(
 
 
 def test_a_long_object_is_written_again_without_reading_or_sending_it(
-    azurite: AzuriteServer, prefix: str, opened: Callable[..., AzureObjectStore]
+    azurite: AzuriteServer, prefix: str, opened: Callable[..., CloudObjectStore]
 ) -> None:
     sent = list[int]()
     store = opened(azurite.config(prefix), azurite.credentials, sent=sent.append)
@@ -184,7 +166,7 @@ class CutReply:
 def test_a_long_object_without_a_checksum_is_read_in_parts_to_compare_it(
     azurite: AzuriteServer,
     prefix: str,
-    opened: Callable[..., AzureObjectStore],
+    opened: Callable[..., CloudObjectStore],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     get = obstore.get
@@ -200,7 +182,7 @@ def test_a_long_object_without_a_checksum_is_read_in_parts_to_compare_it(
 def test_a_listing_asks_for_the_time_of_the_server_once(
     azurite: AzuriteServer,
     prefix: str,
-    opened: Callable[..., AzureObjectStore],
+    opened: Callable[..., CloudObjectStore],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = list[str]()
@@ -210,7 +192,7 @@ def test_a_listing_asks_for_the_time_of_the_server_once(
             asked.append(method)
             raise UnavailableError("no reply came in time")
 
-    monkeypatch.setattr("holdfast_core.store.azure.store.HttpPool", Silent)
+    monkeypatch.setattr("holdfast_core.store.cloud.client.HttpPool", Silent)
     clock = ManualClock()
     store = opened(azurite.config(prefix), azurite.credentials, clock=clock)
     for number in range(3):
@@ -226,10 +208,10 @@ def test_a_listing_asks_for_the_time_of_the_server_once(
 def test_a_listing_has_pages(
     azurite: AzuriteServer,
     prefix: str,
-    opened: Callable[..., AzureObjectStore],
+    opened: Callable[..., CloudObjectStore],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast_core.store.azure.store._PAGE_KEYS", 3)
+    monkeypatch.setattr("holdfast_core.store.cloud.store._PAGE_KEYS", 3)
     store = opened(azurite.config(prefix), azurite.credentials)
     names = [f"{prefix}/{number:02d}" for number in range(8)]
     for name in names:
@@ -250,7 +232,7 @@ def test_a_listing_has_pages(
 
 
 def test_keys_that_were_rotated_are_read_again(
-    tmp_path: Path, opened: Callable[..., AzureObjectStore]
+    tmp_path: Path, opened: Callable[..., CloudObjectStore]
 ) -> None:
     keys = [ACCOUNT_KEY, base64.b64encode(b"another key".ljust(64)).decode()]
     files = tmp_path / "keys"
@@ -267,7 +249,7 @@ def test_keys_that_were_rotated_are_read_again(
                 server.revive()
                 (files / "accountKey").write_text(keys[1])
 
-        store = opened(server.config(), FileKeys(files), throttle=rotate)
+        store = opened(server.config(), AzureFiles(files), throttle=rotate)
         store.write("a/one", Document(payload(LONG)))
         check_same(store.get("a/one"), payload(LONG))
         assert rotated.is_set()
@@ -278,7 +260,7 @@ def test_keys_that_were_rotated_are_read_again(
 
 
 def test_a_shared_access_signature_is_used_until_it_expires(
-    azurite: AzuriteServer, prefix: str, opened: Callable[..., AzureObjectStore]
+    azurite: AzuriteServer, prefix: str, opened: Callable[..., CloudObjectStore]
 ) -> None:
     config, key = azurite.config(prefix), f"{prefix}/one"
     store = opened(config, FixedKeys(AzureKeys(sas_token=azurite.sas_token())))
@@ -403,14 +385,14 @@ def test_a_web_identity_in_a_pod_is_exchanged_or_refused_by_name(
     assert probe_store(config.to_json(), str(tmp_path), report) == 0
     found = json.loads(report.read_text())
     assert (found["available"], found["reason"]) == (False, "AccessDenied")
-    assert "the token of the web identity was refused: 401" in found["message"]
+    assert "no token for the identity: 401" in found["message"]
     (tmp_path / WEB_TOKEN_FILE).unlink()
     assert probe_store(config.to_json(), str(tmp_path), report) == 0
     assert json.loads(report.read_text())["reason"] == "ConfigurationInvalid"
 
 
 def test_a_certificate_that_does_not_verify_is_named(
-    secure_azurite: AzuriteServer, opened: Callable[..., AzureObjectStore]
+    secure_azurite: AzuriteServer, opened: Callable[..., CloudObjectStore]
 ) -> None:
     store = opened(secure_azurite.config(), secure_azurite.credentials)
     with pytest.raises(CertificateError, match="the server's certificate does not verify"):
@@ -500,7 +482,7 @@ def test_a_store_that_cannot_be_used_says_why(
 
 
 def test_a_probe_in_a_pod_finds_every_feature_and_deletes_what_it_wrote(
-    azurite: AzuriteServer, prefix: str, tmp_path: Path, opened: Callable[..., AzureObjectStore]
+    azurite: AzuriteServer, prefix: str, tmp_path: Path, opened: Callable[..., CloudObjectStore]
 ) -> None:
     (tmp_path / "accountKey").write_text(ACCOUNT_KEY)
     config = azurite.config(prefix)

@@ -16,7 +16,8 @@ from tests.support.servers.pki import Authority
 from tests.support.servers.store_server import LocalServer
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.store.azure.credentials import AzureKeys, FixedKeys
+from holdfast_core.store.cloud.azure import AzureKeys
+from holdfast_core.store.cloud.keys import FixedKeys
 
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = base64.b64encode(b"a key of Azurite in tests".ljust(64)).decode()

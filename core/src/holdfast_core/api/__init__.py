@@ -58,9 +58,11 @@ from holdfast_core.api.checkpoint_policy import (
     WhenDeleted,
 )
 from holdfast_core.api.checkpoint_store import (
+    AzureSpec,
     CheckpointStore,
     CheckpointStoreSpec,
     CheckpointStoreStatus,
+    GoogleSpec,
     JobUsageStatus,
     NamespaceUsageStatus,
     OrphanStatus,
@@ -73,6 +75,7 @@ from holdfast_core.api.checkpoint_store import (
     UsageSpec,
     UsageStatus,
     VerifySpec,
+    WebIdentitySpec,
 )
 from holdfast_core.api.failure_policy import (
     AvoidNodesSpec,
@@ -131,6 +134,7 @@ __all__ = [
     "AdoptedPod",
     "ApiModel",
     "AvoidNodesSpec",
+    "AzureSpec",
     "Checkpoint",
     "CheckpointAdoption",
     "CheckpointAdoptionSpec",
@@ -160,6 +164,7 @@ __all__ = [
     "FailureRule",
     "Gang",
     "GoodputStatus",
+    "GoogleSpec",
     "HangsSpec",
     "HangsStatus",
     "InjectionStatus",
@@ -199,6 +204,7 @@ __all__ = [
     "UsageStatus",
     "Variable",
     "VerifySpec",
+    "WebIdentitySpec",
     "WhenDeleted",
     "changed",
     "is_granted",

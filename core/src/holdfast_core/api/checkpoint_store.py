@@ -1,4 +1,4 @@
-"""CheckpointStore: an S3-compatible or Azure object store that jobs of the same namespace upload to.
+"""CheckpointStore: an object store (S3-compatible, Azure, Google) that jobs of its namespace upload to.
 
 Only sidecars ever read the keys; the operator knows the name of the Secret, not its contents.
 """
@@ -58,13 +58,14 @@ def _endpoint_rule(kind: str, example: str) -> dict[str, Any]:
     )
 
 
-_BUCKET_RULE = rule(
-    "self.matches('^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$')",
-    message_expression=(
-        '\'s3.bucket is "%s", expected 3 to 63 lower-case letters, digits, dots and hyphens: write '
-        "only the name of the bucket, without scheme and slashes'.format([self])"
-    ),
-)
+def _bucket_rule(kind: str, pattern: str, expected: str) -> dict[str, Any]:
+    return rule(
+        f"self.matches('^{pattern}$')",
+        message_expression=(
+            f'\'{kind}.bucket is "%s", expected {expected}: write only the name of the bucket, without '
+            "scheme and slashes'.format([self])"
+        ),
+    )
 
 
 def _prefix(kind: str) -> Any:
@@ -118,7 +119,13 @@ class S3Spec(ApiModel):
         Field(
             max_length=128,
             description="Name of the bucket; it must exist.",
-            json_schema_extra=cel_rules(_BUCKET_RULE),
+            json_schema_extra=cel_rules(
+                _bucket_rule(
+                    "s3",
+                    "[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]",
+                    "3 to 63 lower-case letters, digits, dots and hyphens",
+                )
+            ),
         ),
     ]
     prefix: Annotated[str, _prefix("s3")] = ""
@@ -263,6 +270,46 @@ class AzureSpec(ApiModel):
     max_concurrency: _MaxConcurrency = 4
 
 
+class GoogleSpec(ApiModel):
+    """Where the bucket is and how to talk to it."""
+
+    bucket: Annotated[
+        str,
+        Field(
+            max_length=256,
+            description="Name of the bucket; it must exist.",
+            json_schema_extra=cel_rules(
+                _bucket_rule(
+                    "google",
+                    "[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]",
+                    "3 to 222 lower-case letters, digits, dots, hyphens and underscores",
+                )
+            ),
+        ),
+    ]
+    prefix: Annotated[str, _prefix("google")] = ""
+    endpoint: Annotated[
+        str,
+        Field(
+            max_length=512,
+            description="URL of the server, http(s)://host:port without a path.",
+            json_schema_extra=cel_rules(
+                _endpoint_rule("google", "https://storage-team.p.googleapis.com")
+            ),
+        ),
+    ] = "https://storage.googleapis.com"
+    credentials_secret_ref: Annotated[
+        NameRef | None,
+        Field(
+            description="Secret with serviceAccount.json, a key of a service account; mounted in sidecars "
+            "only. Default: the identity of the pods' service accounts, for which the metadata server of GKE "
+            "gives tokens."
+        ),
+    ] = None
+    ca_secret_ref: _CaSecretRef = None
+    max_concurrency: _MaxConcurrency = 4
+
+
 class VerifySpec(ApiModel):
     """Drills: short-lived pods that read every byte of checkpoints of this store."""
 
@@ -393,14 +440,17 @@ class QuotaSpec(ApiModel):
     ] = None
 
 
+_ONE_PLACE = "the store has none or several of s3, azure and google: set one of them"
+
+
 class CheckpointStoreSpec(ApiModel):
     """The object store."""
 
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
             rule(
-                "has(self.s3) != has(self.azure)",
-                message="the store has none or both of s3 and azure: set one of them",
+                "[has(self.s3), has(self.azure), has(self.google)].exists_one(given, given)",
+                message=_ONE_PLACE,
             )
         )
     )
@@ -409,12 +459,22 @@ class CheckpointStoreSpec(ApiModel):
     azure: Annotated[AzureSpec | None, Field(description="A container of Azure Blob Storage.")] = (
         None
     )
+    google: Annotated[GoogleSpec | None, Field(description="A bucket of Google Cloud Storage.")] = (
+        None
+    )
+
+    @property
+    def place(self) -> S3Spec | AzureSpec | GoogleSpec:
+        """The one that is given."""
+        found = self.s3 or self.azure or self.google
+        assert found is not None, "the validator requires one of them"
+        return found
 
     @model_validator(mode="after")
     def _has_one_place(self) -> Self:
         """Refuse what the CRD's rule refuses, for objects of a cluster with older CRDs."""
-        if (self.s3 is None) == (self.azure is None):
-            raise ValueError("the store has none or both of s3 and azure: set one of them")
+        if sum(place is not None for place in (self.s3, self.azure, self.google)) != 1:
+            raise ValueError(_ONE_PLACE)
         return self
 
     quota: Annotated[
@@ -440,7 +500,7 @@ class StoreFeatures(ApiModel):
     """What the probe saw the server do."""
 
     conditional_put: Annotated[
-        bool | None, Field(description="If-None-Match: * refuses to overwrite an object.")
+        bool | None, Field(description="A conditional write does not replace an object.")
     ] = None
     checksum: Annotated[bool | None, Field(description="A wrong CRC32C of a body is refused.")] = (
         None
@@ -613,7 +673,7 @@ class CheckpointStoreStatus(WithConditions):
 
 
 class CheckpointStore(ApiObject):
-    """An S3-compatible or Azure object store that jobs of the same namespace upload checkpoints to."""
+    """An object store, S3-compatible, of Azure or of Google, that jobs of the same namespace upload to."""
 
     KIND: ClassVar[str] = "CheckpointStore"
     PLURAL: ClassVar[str] = "checkpointstores"

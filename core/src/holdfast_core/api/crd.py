@@ -283,13 +283,13 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
         _column(
             "Endpoint",
             "string",
-            ".spec['s3','azure']['endpoint','account']",
+            ".spec['s3','azure','google']['endpoint','account']",
             "URL of the server, or the account of Azure.",
         ),
         _column(
             "Bucket",
             "string",
-            ".spec['s3','azure']['bucket','container']",
+            ".spec['s3','azure','google']['bucket','container']",
             "Name of the bucket, or of the container of Azure.",
         ),
         _column(

@@ -1,8 +1,8 @@
-"""The one place that chooses the class of a store: a directory, a bucket of S3, or a container of Azure.
+"""The one place that chooses the class of a store: a directory, S3, Azure or Google.
 
 A store is named by the configuration that the operator renders into a pod, with keys in mounted files, or by
-a URL, with endpoint and keys in the environment. What Azure needs is imported when such a store is opened,
-because only the extra `azure` installs it.
+a URL, with endpoint and keys in the environment. What Azure and Google need is imported when such a store is
+opened, because only the extra `cloud` installs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StoreAccess:
 
     config: StoreConfig
     credentials: Any
-    """CredentialsProvider of S3, AzureCredentials, or None for a directory."""
+    """CredentialsProvider of S3, CloudCredentials, or None for a directory."""
     ca_file: str | None = None
 
     def open(
@@ -49,10 +49,10 @@ class StoreAccess:
         directory = directory_of(self.config.endpoint)
         if directory is not None:
             return DirectoryObjectStore(directory)
-        if self.config.account:
-            from holdfast_core.store.azure.store import AzureObjectStore
+        if self.config.account or self.config.google:
+            from holdfast_core.store.cloud.store import CloudObjectStore
 
-            return AzureObjectStore(
+            return CloudObjectStore(
                 self.config,
                 self.credentials,
                 ca_file=self.ca_file,
@@ -67,7 +67,7 @@ class StoreAccess:
         """Probe the store, as `probe` does. None for a directory, which needs no probe."""
         if directory_of(self.config.endpoint) is not None:
             return None
-        if self.config.account:
+        if self.config.account or self.config.google:
             return probe_objects(self.config, lambda retrier: self.open(retrier=retrier))
         return probe(self.config, self.credentials, ca_file=self.ca_file)
 
@@ -77,14 +77,21 @@ def access_in_pod(config: StoreConfig, store_dir: str) -> StoreAccess:
     if directory_of(config.endpoint) is not None:
         return StoreAccess(config, None)
     if config.account:
-        from holdfast_core.store.azure.credentials import FileKeys, web_identity
+        from holdfast_core.store.cloud.azure import AzureFiles, web_identity
 
-        files = FileKeys(store_dir)
+        files = AzureFiles(store_dir)
         if not config.client_id:
             return StoreAccess(config, files, files.ca_file)
         token = str(Path(store_dir) / WEB_TOKEN_FILE)
         identity = web_identity(token, config.client_id, config.tenant_id, config.authority)
         return StoreAccess(config, identity, files.ca_file)
+    if config.google:
+        from holdfast_core.store.cloud.google import GoogleFile, GoogleKeys
+        from holdfast_core.store.cloud.keys import FixedKeys
+
+        file = GoogleFile(store_dir)
+        keys = file if config.google == "key" else FixedKeys(GoogleKeys())
+        return StoreAccess(config, keys, file.ca_file)
     credentials = FileCredentials(store_dir)
     return StoreAccess(config, credentials, credentials.ca_file)
 
@@ -107,10 +114,15 @@ def access_by_url(
         config = StoreConfig(f"{SCHEME}{url.directory}", False, "", url.prefix, "")
         return StoreAccess(config, None)
     if url.account:
-        from holdfast_core.store.azure.credentials import AzureSettings
+        from holdfast_core.store.cloud.azure import AzureSettings
 
         azure = AzureSettings(env)
         return StoreAccess(azure.store_config(url), azure.credentials(), azure.ca_file)
+    if url.is_google:
+        from holdfast_core.store.cloud.google import GoogleSettings
+
+        google = GoogleSettings(env)
+        return StoreAccess(google.store_config(url), google.credentials(), google.ca_file)
     aws = AwsSettings(env)
     config = aws.store_config(url, conditional_put=conditional_put)
     return StoreAccess(config, AwsCredentials(aws), aws.ca_file)

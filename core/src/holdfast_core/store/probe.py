@@ -95,7 +95,7 @@ class ProbedFeatures:
     """The store respects the condition that a key is free, also between concurrent writers."""
     checksum: bool = False
     """The store refuses an upload with a wrong CRC32C, and a HEAD returns the right one. A store of Azure
-    compares none: TLS protects the bytes on their way, and the writer's checksum is kept beside them."""
+    or Google compares none: TLS protects the bytes on their way, and the writer's checksum is kept."""
     multipart: bool = False
     """The store takes multipart uploads with a CRC32C of the whole object."""
     range_get: bool = False

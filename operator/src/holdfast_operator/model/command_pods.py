@@ -130,6 +130,9 @@ def render_command(
     """Return the pod, which complies with the Pod Security profile `restricted`."""
     user = {"runAsNonRoot": True, "runAsUser": HOLDFAST_GROUP, "runAsGroup": HOLDFAST_GROUP}
     view = store_view(store)
+    sources = store_sources(view)  # none for an identity to which nothing is mounted
+    mount = {"name": "store", "mountPath": STORE_DIR, "readOnly": True}
+    volume = {"name": "store", "projected": {"defaultMode": 0o440, "sources": sources}}
     environment = {"HOLDFAST_STORE": view.config.to_json(), "HOLDFAST_STORE_DIR": STORE_DIR}
     if command.request:
         environment[command.verb.variable] = command.request
@@ -170,7 +173,7 @@ def render_command(
                         "limits": {"memory": "256Mi"},
                     },
                     "terminationMessagePolicy": "FallbackToLogsOnError",
-                    "volumeMounts": [{"name": "store", "mountPath": STORE_DIR, "readOnly": True}],
+                    "volumeMounts": [mount] if sources else [],
                     "securityContext": {
                         "allowPrivilegeEscalation": False,
                         "readOnlyRootFilesystem": True,
@@ -178,12 +181,7 @@ def render_command(
                     },
                 }
             ],
-            "volumes": [
-                {
-                    "name": "store",
-                    "projected": {"defaultMode": 0o440, "sources": store_sources(view)},
-                }
-            ],
+            "volumes": [volume] if sources else [],
         },
     }
 
@@ -235,8 +233,12 @@ def parse_report(text: str, what: str) -> CommandReport | CommandFailed:
 def _missing_secret(pod: CommandView, store: CheckpointStore, what: str) -> str:
     wanted, view = [], store_view(store)
     if view.credentials_secret is not None:
-        names = "accountKey or sasToken" if view.config.account else "accessKey and secretKey"
-        wanted.append(f"Secret {view.credentials_secret} with keys {names}")
+        names = "keys accessKey and secretKey"
+        if view.config.account:
+            names = "keys accountKey or sasToken"
+        elif view.config.google:
+            names = "key serviceAccount.json"
+        wanted.append(f"Secret {view.credentials_secret} with {names}")
     if view.ca_secret is not None:
         wanted.append(f"Secret {view.ca_secret} with key ca.crt")
     message = (

@@ -10,19 +10,23 @@ missing after a restart of the operator. A stamp of type datetime is in UTC and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from holdfast_core.api import (
+    AzureSpec,
     Checkpoint,
     CheckpointStore,
     Gang,
+    GoogleSpec,
     ReachedQuota,
+    S3Spec,
     StoreCondition,
     TrainingJob,
+    WebIdentitySpec,
 )
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
@@ -675,41 +679,41 @@ class Observed:
 
 def store_config(store: CheckpointStore) -> StoreConfig:
     """Return the store's configuration as sidecars receive it. The CRD has validated the endpoint."""
-    s3, azure, features = store.spec.s3, store.spec.azure, store.status.features
-    if azure is not None:
-        url = urlsplit(azure.endpoint or f"https://{azure.account}.blob.core.windows.net")
-        identity = azure.web_identity
-        return StoreConfig(
-            endpoint=url.netloc,
-            secure=url.scheme == "https",
-            bucket=azure.container,
-            prefix=azure.prefix,
-            region="",
-            max_concurrency=azure.max_concurrency,
-            account=azure.account,
-            client_id="" if identity is None else identity.client_id,
-            tenant_id="" if identity is None else identity.tenant_id,
-            authority="" if identity is None else identity.authority or "",
-        )
-    if s3 is None:
-        raise AssertionError("a spec was parsed that has none of s3 and azure")
-    url = urlsplit(s3.endpoint)
-    return StoreConfig(
+    place, features = store.spec.place, store.status.features
+    account = place.account if isinstance(place, AzureSpec) else ""
+    url = urlsplit(place.endpoint or f"https://{account}.blob.core.windows.net")
+    config = StoreConfig(
         endpoint=url.netloc,
         secure=url.scheme == "https",
-        bucket=s3.bucket,
-        prefix=s3.prefix,
-        region=s3.region,
-        part_size_mib=s3.part_size_mib,
-        max_concurrency=s3.max_concurrency,
-        conditional_put=features is None or features.conditional_put is not False,
+        bucket=place.container if isinstance(place, AzureSpec) else place.bucket,
+        prefix=place.prefix,
+        region="",
+        max_concurrency=place.max_concurrency,
+        account=account,
     )
+    match place:
+        case AzureSpec(web_identity=WebIdentitySpec() as identity):
+            return replace(
+                config,
+                client_id=identity.client_id,
+                tenant_id=identity.tenant_id,
+                authority=identity.authority or "",
+            )
+        case AzureSpec():
+            return config
+        case GoogleSpec():
+            return replace(config, google="key" if place.credentials_secret_ref else "identity")
+        case S3Spec():
+            return replace(
+                config,
+                region=place.region,
+                part_size_mib=place.part_size_mib,
+                conditional_put=features is None or features.conditional_put is not False,
+            )
 
 
 def store_view(store: CheckpointStore) -> StoreView:
-    spec = store.spec.azure or store.spec.s3
-    credentials = None if spec is None else spec.credentials_secret_ref
-    ca = None if spec is None else spec.ca_secret_ref
+    credentials, ca = store.spec.place.credentials_secret_ref, store.spec.place.ca_secret_ref
     answered = store.status.observed_generation == store.generation
     condition = store.status.condition(StoreCondition.AVAILABLE)
     return StoreView(

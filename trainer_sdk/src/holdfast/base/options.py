@@ -21,7 +21,7 @@ from holdfast_core.errors import ConfigError
 from holdfast_core.messages.schema import Timing
 from holdfast_core.store_url import StoreUrl, parse_store_url
 
-_PACKAGES = {"s3": ("minio", "zstandard"), "azure": ("minio", "obstore", "zstandard")}
+_PACKAGES = {"s3": ("minio", "zstandard"), "cloud": ("minio", "obstore", "zstandard")}
 """What a store needs, by the extra that installs it."""
 
 
@@ -80,10 +80,10 @@ class Folder:
       written to the folder.
     slots_dir: directory on this machine for the slots, instead of /dev/shm. It needs room for `slots`
       copies of the state.
-    store: URL of an object store, "s3://bucket/prefix" or "az://account/container/prefix", to which each
-      committed checkpoint is uploaded. A run whose folder lacks the newest checkpoint restores from it.
-      Endpoint and keys come from the environment, as for the tools of that cloud. It needs the extra
-      `holdfast-sdk[s3]` or `holdfast-sdk[azure]`.
+    store: URL of an object store, "s3://bucket/prefix", "az://account/container/prefix" or
+      "gs://bucket/prefix", to which each committed checkpoint is uploaded. A run whose folder lacks the
+      newest checkpoint restores from it. Endpoint and keys come from the environment, as for the tools of
+      that cloud. It needs the extra `holdfast-sdk[s3]`, or `holdfast-sdk[cloud]` for Azure and Google.
     store_keep_last: number of checkpoints to keep in `store`, at least 1.
     on_damage: what a restore does when the newest checkpoint is damaged or missing and no copy of it can be
       read. With "older" it restores the newest one that can be read, and logs which newer steps exist and
@@ -232,7 +232,7 @@ def required_store(url: str) -> StoreUrl:
         ConfigError: It is not a URL of a store, or a package is not installed.
     """
     parsed = parse_store_url(url)
-    extra = "azure" if parsed.account else "s3"
+    extra = "cloud" if parsed.account or parsed.is_google else "s3"
     missing = [name for name in _PACKAGES[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

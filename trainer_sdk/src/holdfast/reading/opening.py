@@ -187,9 +187,9 @@ def open_checkpoints(path_or_url: str | os.PathLike[str]) -> Checkpoints:
     """Open the checkpoints of a folder or a store for reading, without the training script.
 
     path_or_url: the folder in which a Checkpointer saved, or the store to which it (`Folder.store`) or a
-      TrainingJob uploaded: a path, file:///path, s3://bucket/prefix or az://account/container/prefix with
-      the endpoint and the keys as for `Folder.store`. Where a prefix holds several trainings,
-      s3://bucket/prefix/namespace/uid names one.
+      TrainingJob uploaded: a path, file:///path, s3://bucket/prefix, az://account/container/prefix or
+      gs://bucket/prefix with the endpoint and the keys as for `Folder.store`. Where a prefix holds several
+      trainings, s3://bucket/prefix/namespace/uid names one.
 
     Nothing is changed, and a training may save there at the same time. Raises ConfigError for anything else
     than such a place, and for a prefix of several trainings, which it lists. Raises AccessDeniedError and

@@ -32,6 +32,8 @@ class SecretFiles(Generic[T]):
         names: tuple[str, ...],
         parse: Callable[[Mapping[str, str]], T | None],
         expected: str,
+        *,
+        is_document: bool = False,
     ) -> None:
         """Read nothing yet.
 
@@ -40,11 +42,13 @@ class SecretFiles(Generic[T]):
             names: Names of the files. One that does not exist counts as an empty one.
             parse: Makes credentials of the texts by name. None: some are missing.
             expected: Which files there must be, for the error message.
+            is_document: The files are documents, with spaces and lines, instead of keys.
         """
         self._directory = Path(directory)
         self._names = names
         self._parse = parse
         self._expected = expected
+        self._is_document = is_document
         self._lock = threading.Lock()
         self._cached: tuple[_Signature, T] | None = None
 
@@ -99,7 +103,8 @@ class SecretFiles(Generic[T]):
             raise ConfigError(
                 f"credentials file {self._directory / name}: {type(error).__name__}"
             ) from error
-        if not (text.isascii() and text.isprintable()) or " " in text:
+        is_key = text.isascii() and text.isprintable() and " " not in text
+        if not is_key and not self._is_document:
             # The HTTP library would refuse such a header with an error message that contains the key.
             raise ConfigError(
                 f"credentials file {self._directory / name}: expected one key of printable ASCII "

@@ -1,15 +1,15 @@
-"""The object store in a container of Azure Blob Storage, over obstore (Rust's object_store).
+"""The object store in a container of Azure or a bucket of Google, over obstore (Rust's object_store).
 
-Azure stores an object under a free key by one conditional request, whose body is in memory. A longer object
-is therefore sent in blocks to a temporary key beside its own, and the server copies it if the key is free.
-A copy within an account is one step of the server. Blocks that were sent and not yet put together are
-invisible, and Azure removes them after a week.
+Both clouds store an object under a free key by one conditional request, whose body is in memory. A longer
+object is therefore sent in parts to a temporary key beside its own, and the server copies it if the key is
+free. A copy within an account or bucket is one step of the server. Parts that were sent and not yet put
+together are invisible. Azure removes them after a week, Google only by a rule of the bucket.
 
-Azure keeps no CRC32C. The writer puts one into the metadata of an object (`holdfastcrc32c`); the bytes on
-their way are protected by TLS alone.
+obstore shows no CRC32C of the server. The writer puts one into the metadata of an object
+(`holdfastcrc32c`); the bytes on their way are protected by TLS alone.
 
-obstore's own retries repeat single blocks only. All others are made here (`s3.errors.Retrier`): what is
-stored is looked at before a write is repeated, because the reply to a write that succeeded may be lost.
+All retries but those of single parts are made here (`s3.errors.Retrier`): what is stored is looked at before
+a write is repeated, because the reply to a write that succeeded may be lost.
 """
 
 from __future__ import annotations
@@ -20,21 +20,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
+from datetime import timedelta
 from itertools import islice
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import obstore
-from obstore.store import AzureStore
 
-from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.clock import Clock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
     AccessDeniedError,
     AlreadyExistsError,
-    ConfigError,
     CorruptionError,
     CutError,
     HoldfastError,
@@ -43,10 +39,10 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.canonical import append_crc, crc32c
 from holdfast_core.node.files import TEMP_PREFIX, read_errors
-from holdfast_core.store.azure.credentials import AzureCredentials, AzureKeys, account_url
-from holdfast_core.store.azure.errors import ObstoreError, translated
+from holdfast_core.store.cloud.client import PART_BYTES, Clients, CloudClient
+from holdfast_core.store.cloud.keys import CloudCredentials
 from holdfast_core.store.s3.errors import Retrier
-from holdfast_core.store.s3.http import HttpPool, Timeouts
+from holdfast_core.store.s3.http import Timeouts
 from holdfast_core.tiers.objects import (
     MAX_DOCUMENT_BYTES,
     Listed,
@@ -58,41 +54,20 @@ from holdfast_core.tiers.objects import (
 )
 from holdfast_core.tiers.sources import run_all
 
-PART_BYTES = 8 << 20
-"""Length of a block, and the longest object that one request writes. An upload has at most as many blocks in
-memory as requests at a time, and two more: 48 MiB by default, as in an upload to S3."""
-_MAX_BLOCKS = 49_000
-"""Azure takes 50,000 blocks. Those of an object of more than 383 GiB are longer."""
+_AZURE_PARTS = 49_000
+"""Azure takes 50,000 parts. Those of an object of more than 383 GiB are longer."""
+_GOOGLE_PARTS = 9_900
+"""Google takes 10,000 parts. Those of an object of more than 77 GiB are longer."""
 _PROGRESS_BYTES = 1 << 20
 """A transfer that breaks after at least this many bytes is resumed with a new retry budget."""
 _PAGE_KEYS = 5000
-"""Azure's limit of a page, and so one request."""
+"""Azure's limit of a page, and so one request. It is five requests to Google."""
 _MAX_DELETED = 256
-"""Azure's limit of objects that one request deletes."""
+"""Azure's limit of objects that one request deletes. obstore sends Google one request for each, ten at a
+time."""
 _MAX_UNFINISHED = 1000
-_CLOCK_SECONDS = 600.0
-"""Time after which the server's clock is compared again."""
-_CLOCK_AGAIN_SECONDS = 60.0
-"""Time after which it is asked again if it could not be asked. A listing would otherwise wait for the
-connection once for each object."""
 _CRC = "holdfastcrc32c"
 """Name in the metadata of an object. Azure takes names of C# only, without hyphens."""
-_BLOCK_RETRIES = {
-    "max_retries": 4,
-    "retry_timeout": timedelta(seconds=60),
-    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10)},
-}
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Clients:
-    """Two clients of the container with the same keys."""
-
-    once: AzureStore
-    """Sends each request once."""
-    blocks: AzureStore
-    """Repeats a block that could not be sent: otherwise one lost connection would cost a whole upload."""
 
 
 @dataclass(slots=True)
@@ -102,17 +77,14 @@ class _Writing:
     key: str
     source: ObjectSource
     replace: bool
-    expected: ObjectInfo | None
+    part_bytes: int
+    expected: ObjectInfo | None = None
     """What the object is. None: its parts were not made yet."""
     temporary: list[str] = field(default_factory=list)
     """Keys from which the object was copied."""
 
-    @property
-    def part_bytes(self) -> int:
-        return max(PART_BYTES, -(-self.source.size_limit // _MAX_BLOCKS))
 
-
-class AzureObjectStore:
+class CloudObjectStore:
     """Implementation of tiers.objects.ObjectStore. Safe for use by many threads, not after a fork.
 
     `close` ends all waits between attempts immediately. A request in progress ends at its time-out at
@@ -122,7 +94,7 @@ class AzureObjectStore:
     def __init__(
         self,
         config: StoreConfig,
-        credentials: AzureCredentials,
+        credentials: CloudCredentials,
         *,
         ca_file: str | None = None,
         retrier: Retrier | None = None,
@@ -134,7 +106,7 @@ class AzureObjectStore:
         """Create the store. It opens connections when they are first needed.
 
         Args:
-            config: Account, container and endpoint.
+            config: Account and container, or bucket, and endpoint.
             credentials: Source of the keys.
             ca_file: CA certificates of the endpoint; None uses those of the system.
             retrier: Retry policy of all operations; `close` sets its `stop` event.
@@ -144,42 +116,32 @@ class AzureObjectStore:
             clock: Clock of the ages of objects between two looks at the server's clock.
         """
         self.config = config
-        self._credentials = credentials
-        self._ca_file = ca_file
+        self._client = CloudClient(
+            config, credentials, ca_file=ca_file, timeouts=timeouts, clock=clock
+        )
         self._retrier = retrier or Retrier()
-        self._timeouts = timeouts or Timeouts()
         self._throttle = throttle or _ignore
         self._sent = sent or _ignore
-        self._clock: Clock = clock or SystemClock()
-        self._lock = threading.Lock()
-        self._opened: tuple[AzureKeys, _Clients] | None = None
-        self._time_lock = threading.Lock()
-        """Is not `_lock`, because all requests would wait for a server that does not tell its time."""
-        self._server_time: tuple[float, datetime | None] | None = None
-        self._http = HttpPool(
-            config.endpoint, secure=config.secure, ca_file=ca_file, timeouts=timeouts
-        )
         self._at_once = max(1, config.max_concurrency)
         self._workers = ThreadPoolExecutor(self._at_once, thread_name_prefix="object-store")
 
     @property
     def name(self) -> str:
-        config = self.config
-        return f"container {config.bucket!r} of account {config.account!r} at {config.endpoint}"
+        return self._client.name
 
     def close(self) -> None:
         """End all waits between attempts, wait for requests in progress, and close the connections."""
         self._retrier.stop.set()
         self._workers.shutdown(wait=True, cancel_futures=True)
-        self._http.close()
-        with self._lock:
-            self._opened = None
+        self._client.close()
 
     # ------------------------------------------------------------------ writes
 
     def write(self, key: str, source: ObjectSource, *, replace: bool = False) -> None:
         """See ObjectStore.write."""
-        writing = _Writing(key, source, replace, None)
+        most = _GOOGLE_PARTS if self.config.google else _AZURE_PARTS
+        part_bytes = max(PART_BYTES, -(-source.size_limit // most))
+        writing = _Writing(key, source, replace, part_bytes)
         if not source.made_while_sent:
             writing.expected = info_of(source.parts(writing.part_bytes))
         is_copied = True
@@ -202,7 +164,7 @@ class AzureObjectStore:
             if writing.source.size_limit <= writing.part_bytes:
                 self._put(writing)
             else:
-                self._send_blocks(writing)
+                self._send_parts(writing)
         except AlreadyExistsError as error:
             if not self._is_stored(writing.key, writing.expected):
                 raise UnavailableError(f"{error}; but no such object exists") from error
@@ -216,7 +178,7 @@ class AzureObjectStore:
             info = _appended(info, part)
         data, writing.expected = b"".join(parts), info
         self._throttle(len(data))
-        self._run(
+        self._client.run(
             f"PUT {writing.key!r}",
             lambda clients: obstore.put(
                 clients.once,
@@ -229,29 +191,31 @@ class AzureObjectStore:
         )
         self._sent(len(data))
 
-    def _send_blocks(self, writing: _Writing) -> None:
+    def _send_parts(self, writing: _Writing) -> None:
         """Write the object to a temporary key, and copy it within the server."""
         folder = writing.key.rpartition("/")[0]
         temp = f"{folder}/{TEMP_PREFIX}{secrets.token_hex(8)}".lstrip("/")
-        what = f"blocks of {writing.key!r}"
-        writing.expected = self._run(what, lambda clients: self._blocks(clients, writing, temp))
+        what = f"parts of {writing.key!r}"
+        writing.expected = self._client.run(
+            what, lambda clients: self._parts(clients, writing, temp)
+        )
         writing.temporary.append(temp)
         try:
-            self._run(
+            self._client.run(
                 f"copy to {writing.key!r}",
                 lambda clients: obstore.copy(
                     clients.once, temp, writing.key, overwrite=writing.replace
                 ),
             )
         except NotFoundError as error:
-            raise UnavailableError(f"{error}; its blocks were removed meanwhile") from error
+            raise UnavailableError(f"{error}; they were removed meanwhile") from error
         self._retrier.call(f"copy to {writing.key}", lambda: self._confirm(writing))
 
-    def _blocks(self, clients: _Clients, writing: _Writing, temp: str) -> ObjectInfo:
-        """Send all blocks and put them together. If this fails, no object appears."""
+    def _parts(self, clients: Clients, writing: _Writing, temp: str) -> ObjectInfo:
+        """Send all parts and put them together. If this fails, no object appears."""
         expected = writing.expected
         writer = obstore.open_writer(
-            clients.blocks,
+            clients.parts,
             temp,
             buffer_size=writing.part_bytes,
             max_concurrency=self._at_once,
@@ -263,7 +227,7 @@ class AzureObjectStore:
             writer.write(data)
             self._sent(len(data))
             info = _appended(info, part)
-        # Without this call, as after an error, the blocks are never put together.
+        # Without this call, as after an error, the parts are never put together.
         writer.close()
         return info
 
@@ -330,7 +294,9 @@ class AzureObjectStore:
         try:
             self._retrier.call(
                 what,
-                lambda: self._run(what, lambda clients: obstore.delete(clients.once, list(keys))),
+                lambda: self._client.run(
+                    what, lambda clients: obstore.delete(clients.once, list(keys))
+                ),
             )
         except NotFoundError:
             # obstore shows the first failure of a request only, which may hide others.
@@ -338,8 +304,10 @@ class AzureObjectStore:
                 self._delete([key])
 
     def unfinished(self, prefix: str) -> Sequence[Listed]:
-        """See ObjectStore.unfinished. Blocks that were not put together are not shown."""
-        return [self._listed(item) for item in islice(self._temporary(prefix), _MAX_UNFINISHED)]
+        """See ObjectStore.unfinished. Parts that were not put together are not shown."""
+        return [
+            self._client.listed(item) for item in islice(self._temporary(prefix), _MAX_UNFINISHED)
+        ]
 
     def abort_stale(self, prefixes: Collection[str], older_than: timedelta) -> int:
         """See ObjectStore.abort_stale."""
@@ -347,7 +315,7 @@ class AzureObjectStore:
             item["path"]
             for prefix in prefixes
             for item in self._temporary(prefix)
-            if self._listed(item).age >= older_than
+            if self._client.listed(item).age >= older_than
         }
         self.delete(sorted(found))
         return len(found)
@@ -366,7 +334,7 @@ class AzureObjectStore:
     def get(self, key: str) -> bytes:
         """See ObjectStore.get. Raises CorruptionError if two reads do not match the writer's checksum."""
 
-        def read(clients: _Clients) -> bytes:
+        def read(clients: Clients) -> bytes:
             found = obstore.get(clients.once, key)
             if found.meta["size"] > MAX_DOCUMENT_BYTES:
                 raise CorruptionError(
@@ -382,8 +350,8 @@ class AzureObjectStore:
 
         def attempt() -> bytes:
             with suppress(CorruptionError):  # a byte may have been wrong on its way
-                return self._run(f"GET {key!r}", read)
-            return self._run(f"GET {key!r}", read)
+                return self._client.run(f"GET {key!r}", read)
+            return self._client.run(f"GET {key!r}", read)
 
         return self._retrier.call(f"get of {key}", attempt)
 
@@ -410,7 +378,7 @@ class AzureObjectStore:
             raise UnavailableError(f"download of {key}: its bytes are not needed any more")
         filled = 0
 
-        def read(clients: _Clients) -> None:
+        def read(clients: Clients) -> None:
             nonlocal filled
             filled = 0
             stop = start + len(buffer)
@@ -424,14 +392,14 @@ class AzureObjectStore:
                 filled += len(data)
 
         try:
-            self._run(f"GET {key!r}", read)
+            self._client.run(f"GET {key!r}", read)
         except UnavailableError:
             if filled < _PROGRESS_BYTES:
                 raise
         return filled
 
     def size(self, key: str, *, sure: bool = False) -> int | None:
-        """See ObjectStore.size. Azure shows an object as soon as it was written, so one look is sure."""
+        """See ObjectStore.size. Both clouds show an object as soon as it was written, so one look is sure."""
         found = self._retrier.call(f"look for {key}", lambda: self._head(key))
         return None if found is None else found.size_bytes
 
@@ -441,18 +409,18 @@ class AzureObjectStore:
         A missing container also gives None, because the reply to a HEAD has no body with an error code.
         """
 
-        def look(clients: _Clients) -> ObjectInfo:
+        def look(clients: Clients) -> ObjectInfo:
             found = obstore.get(clients.once, key, options={"head": True})
             return ObjectInfo(found.meta["size"], _crc_of(found.attributes))
 
         try:
-            return self._run(f"HEAD {key!r}", look)
+            return self._client.run(f"HEAD {key!r}", look)
         except NotFoundError:
             return None
         except AccessDeniedError:
             # The reply to a GET has the reason, that to a HEAD has no body.
             with suppress(NotFoundError, CutError):
-                self._run(
+                self._client.run(
                     f"GET {key!r}",
                     lambda clients: obstore.get(clients.once, key, options={"range": (0, 1)}),
                 )
@@ -464,7 +432,9 @@ class AzureObjectStore:
             return self._folders(prefix)
         while True:
             found = self._chunk(prefix, page)
-            objects = tuple(self._listed(item) for item in found if not _is_temporary(item["path"]))
+            objects = tuple(
+                self._client.listed(item) for item in found if not _is_temporary(item["path"])
+            )
             page = found[-1]["path"] if len(found) == _PAGE_KEYS else ""
             if objects or not page:
                 return Page(objects, page)
@@ -472,7 +442,7 @@ class AzureObjectStore:
     def _chunk(self, prefix: str, after: str) -> Sequence[Any]:
         """Return the next objects whose key begins with `prefix` and is behind `after`, in order."""
 
-        def read(clients: _Clients) -> Sequence[Any]:
+        def read(clients: Clients) -> Sequence[Any]:
             # obstore lists whole folders only, so the last name of the prefix is compared here. A server
             # that does not know `startFrom` (Azurite) sends the pages before `after` as well.
             listing = obstore.list(
@@ -491,124 +461,22 @@ class AzureObjectStore:
             return found[:_PAGE_KEYS]
 
         return self._retrier.call(
-            f"list of {prefix}", lambda: self._run(f"list of {prefix!r}", read)
+            f"list of {prefix}", lambda: self._client.run(f"list of {prefix!r}", read)
         )
 
     def _folders(self, prefix: str) -> Page:
         found = self._retrier.call(
             f"list of {prefix}",
-            lambda: self._run(
+            lambda: self._client.run(
                 f"list of {prefix!r}",
                 lambda clients: obstore.list_with_delimiter(clients.once, _folder(prefix)),
             ),
         )
         objects = sorted(found["objects"], key=lambda item: item["path"])
         return Page(
-            tuple(self._listed(item) for item in objects if not _is_temporary(item["path"])),
+            tuple(self._client.listed(item) for item in objects if not _is_temporary(item["path"])),
             folders=tuple(sorted(f"{path}/" for path in found["common_prefixes"])),
         )
-
-    def _listed(self, item: Any) -> Listed:
-        age = max(timedelta(0), self._server_now(item["last_modified"]) - item["last_modified"])
-        return Listed(item["path"], age, item["size"])
-
-    def _server_now(self, at_least: datetime) -> datetime:
-        """Return the time by the server's clock.
-
-        obstore does not show the Date of a reply, so this asks for it, without keys. If the server cannot
-        be asked, it is `at_least`: the ages are then too small, so that nothing is deleted too early.
-        """
-        with self._time_lock:
-            since, date = self._server_time or (0.0, None)
-            limit = _CLOCK_AGAIN_SECONDS if date is None else _CLOCK_SECONDS
-            if self._server_time is None or self._clock.monotonic() - since > limit:
-                date = self._asked_time()
-                since = self._clock.monotonic()
-                self._server_time = since, date
-            if date is None:
-                return at_least
-            return date + timedelta(seconds=self._clock.monotonic() - since)
-
-    def _asked_time(self) -> datetime | None:
-        try:
-            with self._http.request("HEAD", "/", {"Host": self.config.endpoint}) as reply:
-                return parsedate_to_datetime(reply.headers["date"]).astimezone(UTC)
-        except (HoldfastError, KeyError, ValueError):
-            return None
-
-    # ------------------------------------------------------------------ requests
-
-    def _run(self, request: str, call: Callable[[_Clients], T]) -> T:
-        """Make the call, and make it again if the keys are refused and there are other ones by now."""
-        keys = self._credentials.retrieve()
-        try:
-            return self._run_once(request, call, keys)
-        except AccessDeniedError:
-            fresh = self._credentials.refresh()
-            if fresh == keys:
-                raise
-            return self._run_once(request, call, fresh)
-
-    def _run_once(self, request: str, call: Callable[[_Clients], T], keys: AzureKeys) -> T:
-        try:
-            return call(self._clients(keys))
-        except ObstoreError as error:
-            # The text of the cause has the whole request, which may contain a shared access signature.
-            raise translated(error, f"{request} in {self.name}", keys.secrets()) from None
-
-    def _clients(self, keys: AzureKeys) -> _Clients:
-        with self._lock:
-            if self._opened is None or self._opened[0] != keys:
-                once = self._open(keys, {"max_retries": 0})
-                self._opened = (keys, _Clients(once, self._open(keys, _BLOCK_RETRIES)))
-            return self._opened[1]
-
-    def _open(self, keys: AzureKeys, retries: Any) -> AzureStore:
-        limit = self._timeouts.grace_seconds + PART_BYTES / (64 << 10)
-        http = not self.config.secure or (
-            keys.identity is not None and keys.identity.authority.startswith("http://")
-        )
-        options: Any = {
-            "allow_http": http,
-            "connect_timeout": timedelta(seconds=self._timeouts.connect_seconds),
-            "read_timeout": timedelta(seconds=self._timeouts.idle_seconds),
-            "timeout": timedelta(seconds=limit),
-        }
-        if self._ca_file is not None:
-            try:
-                options["root_certificate"] = Path(self._ca_file).read_bytes()
-            except OSError as error:
-                raise ConfigError(
-                    f"CA certificate {self._ca_file}: {error.strerror or error}"
-                ) from error
-        return AzureStore(
-            self.config.bucket,
-            config=_settings(self.config, keys),
-            client_options=options,
-            retry_config=retries,
-        )
-
-
-def _settings(config: StoreConfig, keys: AzureKeys) -> Any:
-    """Return obstore's settings. It reads the environment for all that are not given."""
-    settings: dict[str, Any] = {
-        "account_name": config.account,
-        "endpoint": account_url(config),
-        "use_emulator": False,
-        "use_fabric_endpoint": False,
-        "skip_signature": False,
-    }
-    if keys.identity is not None:
-        return settings | {
-            "credential_type": "workload_identity",
-            "federated_token_file": keys.identity.token_file,
-            "client_id": keys.identity.client_id,
-            "tenant_id": keys.identity.tenant_id,
-            "authority_host": keys.identity.authority,
-        }
-    if keys.sas_token:
-        return settings | {"credential_type": "sas_token", "sas_key": keys.sas_token}
-    return settings | {"credential_type": "access_key", "account_key": keys.account_key}
 
 
 def _ignore(_length: int) -> None:

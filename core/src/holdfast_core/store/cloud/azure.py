@@ -16,10 +16,13 @@ import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, cast
+
+from obstore.store import AzureStore
 
 from holdfast_core.contract import StoreConfig, parse_endpoint
 from holdfast_core.errors import ConfigError
+from holdfast_core.store.cloud.keys import FixedKeys
 from holdfast_core.store.s3.secret_files import SecretFiles
 from holdfast_core.store_url import StoreUrl
 
@@ -49,39 +52,47 @@ class AzureKeys:
     sas_token: str = field(default="", repr=False)
     identity: WebIdentity | None = None
 
+    @property
+    def advice_on_tokens(self) -> str:
+        """See CloudKeys."""
+        return "check client id, tenant id and the federated credential, with its issuer and service account"
+
     def secrets(self) -> tuple[str, ...]:
         """Return the strings that must never appear in a log, a condition or an error."""
         return tuple(text for text in (self.account_key, self.sas_token) if text)
 
+    def open(self, config: StoreConfig, options: dict[str, Any], retries: Any) -> AzureStore:
+        """See CloudKeys."""
+        identity = self.identity
+        if identity is not None and identity.authority.startswith("http://"):
+            options = {**options, "allow_http": True}
+        # obstore reads the environment for all settings that are not given.
+        settings: dict[str, Any] = {
+            "account_name": config.account,
+            "endpoint": account_url(config),
+            "use_emulator": False,
+            "use_fabric_endpoint": False,
+            "skip_signature": False,
+        }
+        if identity is not None:
+            settings |= {
+                "credential_type": "workload_identity",
+                "federated_token_file": identity.token_file,
+                "client_id": identity.client_id,
+                "tenant_id": identity.tenant_id,
+                "authority_host": identity.authority,
+            }
+        elif self.sas_token:
+            settings |= {"credential_type": "sas_token", "sas_key": self.sas_token}
+        else:
+            settings |= {"credential_type": "access_key", "account_key": self.account_key}
+        given: Any = settings
+        return AzureStore(
+            config.bucket, config=given, client_options=cast("Any", options), retry_config=retries
+        )
 
-class AzureCredentials(Protocol):
-    """Source of a store's keys. Safe for use by many threads. Its methods raise ConfigError."""
 
-    def retrieve(self) -> AzureKeys:
-        """Return the current keys, possibly from a cache."""
-        ...
-
-    def refresh(self) -> AzureKeys:
-        """Return the current keys without the cache. The store calls it when a key was refused."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedKeys:
-    """Keys that do not change while the process runs: those of the environment, or a web identity."""
-
-    keys: AzureKeys
-
-    def retrieve(self) -> AzureKeys:
-        """See AzureCredentials."""
-        return self.keys
-
-    def refresh(self) -> AzureKeys:
-        """See AzureCredentials."""
-        return self.keys
-
-
-class FileKeys(SecretFiles[AzureKeys]):
+class AzureFiles(SecretFiles[AzureKeys]):
     """Keys from the file accountKey or sasToken of a directory."""
 
     def __init__(self, directory: str | Path) -> None:
@@ -125,7 +136,7 @@ class AzureSettings:
             account=url.account,
         )
 
-    def credentials(self) -> AzureCredentials:
+    def credentials(self) -> FixedKeys:
         """Return the keys of the environment. Raises ConfigError where it has none."""
         env = self.env
         account_key = env.get("AZURE_STORAGE_KEY") or env.get("AZURE_STORAGE_ACCOUNT_KEY") or ""

@@ -1,4 +1,4 @@
-"""Errors of obstore and of Azure Blob Storage as errors of holdfast_core.
+"""Errors of obstore, of Azure Blob Storage and of Google Cloud Storage as errors of holdfast_core.
 
 obstore has few classes of errors, and its texts contain whole requests. Of a text only the status and the
 server's Code and Message are kept, cleaned of keys (`s3.errors.clean`).
@@ -21,6 +21,7 @@ from holdfast_core.errors import (
     TierError,
     UnavailableError,
 )
+from holdfast_core.store.cloud.keys import CloudKeys
 from holdfast_core.store.s3.errors import clean, parse_failure
 from holdfast_core.store.s3.http import CertificateError
 
@@ -38,33 +39,37 @@ _REASONS = (
 )
 """What the half for debugging shows, and what it means."""
 _TOKEN = "Error performing token request"
-_EXISTS = frozenset({"BlobAlreadyExists", "ConditionNotMet", "UnauthorizedBlobOverwrite"})
+_EXISTS = frozenset(
+    {"BlobAlreadyExists", "ConditionNotMet", "UnauthorizedBlobOverwrite", "PreconditionFailed"}
+)
 _FULL = frozenset({"AccountLimitExceeded", "InsufficientAccountCapacity", "BlobTooLarge"})
 _NO_CONTAINER = frozenset(
     {"ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled", "ResourceNotFound"}
 )
 
 
-def translated(error: Exception, request: str, secrets: tuple[str, ...]) -> HoldfastError:
+def translated(error: Exception, request: str, keys: CloudKeys) -> HoldfastError:
     """Return the matching error of holdfast_core.errors, with advice where the cause is known.
 
     Args:
         error: What obstore raised.
         request: What was asked of which container, for the message.
-        secrets: Strings that must not be shown.
+        keys: The keys of the request, which must not be shown.
     """
-    text = str(error)
+    text, secrets = str(error), keys.secrets()
     if (match := _STATUS.search(text)) is None:
-        return _without_status(text, request, secrets)
+        return _without_status(text, request, keys)
     status, body = int(match.group(1)), _document(text)
     if _TOKEN in text:
-        return _token_refused(status, request, clean(body, secrets))
+        return _token_refused(status, request, clean(body, secrets), keys)
     failure = parse_failure(status, body.encode(), request, secrets)
     code, shown = failure.code, f"{request}: {failure.text}"
     if code in _EXISTS or (status in (409, 412) and not code):
         return AlreadyExistsError(shown)
-    if status in (401, 403):
+    if failure.is_credentials:
         return AccessDeniedError(f"{shown}; {_advice(code)}")
+    if code == "NoSuchBucket":
+        return NotFoundError(f"{shown}; create the bucket or correct its name")
     if code in _NO_CONTAINER:
         return NotFoundError(
             f"{shown}; create the container, or correct its name or that of the account"
@@ -99,23 +104,24 @@ def _advice(code: str) -> str:
                 "the key or the shared access signature is wrong or has expired, or the account's firewall "
                 "refuses this network"
             )
+        case "AccessDenied":
+            return "the account lacks the role Storage Object User (roles/storage.objectUser) for the bucket"
+        case "AuthenticationRequired" | "InvalidSecurity" | "ExpiredToken" | "InvalidToken":
+            return "the key was deleted or disabled, or the clock of this node is wrong"
         case "AccountIsDisabled":
             return "the account is disabled"
         case _:
             return "check the rights of these keys for the container and prefix"
 
 
-def _token_refused(status: int, request: str, text: str) -> HoldfastError:
-    shown = f"{request}: the token of the web identity was refused: {status} {text}"
+def _token_refused(status: int, request: str, text: str, keys: CloudKeys) -> HoldfastError:
+    shown = f"{request}: no token for the identity: {status} {text}"
     if status == 429 or status >= 500:
         return UnavailableError(shown)
-    return AccessDeniedError(
-        f"{shown}; check client id, tenant id and the federated credential, which names issuer and service "
-        "account"
-    )
+    return AccessDeniedError(f"{shown}; {keys.advice_on_tokens}")
 
 
-def _without_status(text: str, request: str, secrets: tuple[str, ...]) -> HoldfastError:
+def _without_status(text: str, request: str, keys: CloudKeys) -> HoldfastError:
     """Return the error of a request without a reply."""
     if "federated token file" in text:
         return ConfigError(f"{request}: the file with the token of the web identity cannot be read")
@@ -126,8 +132,9 @@ def _without_status(text: str, request: str, secrets: tuple[str, ...]) -> Holdfa
         )
     reason = next((reason for sign, reason in _REASONS if sign in text), "")
     if not reason and (match := _MESSAGE.search(text)):
-        reason = clean(match.group(1), secrets)
-    return UnavailableError(f"{what}: {reason or clean(_beginning(text), secrets)}")
+        reason = clean(match.group(1), keys.secrets())
+    shown = f"{what}: {reason or clean(_beginning(text), keys.secrets())}"
+    return UnavailableError(f"{shown}; {keys.advice_on_tokens}" if _TOKEN in text else shown)
 
 
 def _beginning(text: str) -> str:

@@ -1,1 +1,0 @@
-"""Azure Blob Storage, over obstore: settings and credentials, errors, and the store itself."""
