@@ -31,9 +31,9 @@ def uploaded(folder: Path, url: str, *steps: int) -> None:
             ckpt.save(step, state).wait("persisted", timeout=HANG_SECONDS)
 
 
-def test_tensors_and_slices_are_read_from_the_store(folder: Path, url: str) -> None:
-    uploaded(folder, url, 1, 2)
-    with holdfast.open(url) as store:
+def test_tensors_and_slices_are_read_from_the_store(folder: Path, any_url: str) -> None:
+    uploaded(folder, any_url, 1, 2)
+    with holdfast.open(any_url) as store:
         assert store.steps() == (1, 2)
         for step in (1, 2):  # the second one refers to chunks of the first
             with store.at(step) as saved:
@@ -46,9 +46,11 @@ def test_tensors_and_slices_are_read_from_the_store(folder: Path, url: str) -> N
             store.at(9)
 
 
-def test_an_export_reads_the_store(folder: Path, url: str, tmp_path: Path) -> None:
-    uploaded(folder, url, 1)
-    assert main(["export", url, "--format", "hf", "--to", str(tmp_path / "out")]) == 0
+def test_the_command_line_reads_the_store(folder: Path, any_url: str, tmp_path: Path) -> None:
+    uploaded(folder, any_url, 1)
+    for verb in ("list", "show", "verify"):
+        assert main([verb, any_url]) == 0
+    assert main(["export", any_url, "--format", "hf", "--to", str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(found["weight"], WEIGHT)
 

@@ -1,1 +1,1 @@
-"""The object tier: checkpoints in an S3-compatible store, or in a directory that serves as the store."""
+"""The object tier: checkpoints in an object store, or in a directory that serves as the store."""
