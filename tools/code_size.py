@@ -20,11 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 18720,  # 280 of them are stores of Google: their keys, errors and fields
-    "operator": 14180,
-    "sidecar": 8580,
+    "core": 18740,  # 280 of them are stores of Google: their keys, errors and fields
+    "operator": 14250,
+    "sidecar": 8640,
     "trainer_sdk": 18000,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
-    "cli": 5210,
+    "cli": 5250,
 }
 """Most lines of code of each package."""
 
