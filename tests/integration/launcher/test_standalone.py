@@ -190,6 +190,26 @@ def test_no_process_outlives_the_launcher(
         until(lambda: not any(map(is_alive, processes)), "everything is gone")
 
 
+@pytest.mark.fault("The terminal of `holdfast run` is closed")
+def test_the_ranks_may_save_when_the_terminal_is_closed(
+    tmp_path: Path, light: dict[str, str]
+) -> None:
+    saves = (
+        "import pathlib, signal, sys\n"
+        "def save(*_): pathlib.Path(sys.argv[1], 'saved').touch(); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+    )
+    program = script(tmp_path, saves + SLOW)
+    command = ["python", str(program), str(tmp_path / "progress")]
+    with Launched(tmp_path, [], command, light, executed=True) as launched:
+        until(lambda: launched.step_of(0) == 1, "the rank runs")
+        server = children_of(launched.process.pid)[0]
+        for pid in (server, launched.process.pid):  # the process group of a terminal
+            os.kill(pid, signal.SIGHUP)
+        assert launched.wait() == 129
+    assert (tmp_path / "progress/saved").exists()
+
+
 def test_a_rank_that_does_not_listen_is_killed_after_the_grace(
     tmp_path: Path, light: dict[str, str]
 ) -> None:

@@ -419,8 +419,9 @@ def main(argv: Sequence[str]) -> int:
     launcher = socket.socket(fileno=int(argv[0]))
     launcher.set_inheritable(False)
     # A terminal sends its signals to the whole process group. Only the launcher handles them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Its ranks ignore SIGHUP, too: the launcher passes it on to them as SIGTERM.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     try:
         preload(argv[1:])
     except (ImportError, ThreadsError) as error:

@@ -1,8 +1,8 @@
 """`holdfast run`: signals and exit codes. Starts the launcher of a pod or of one machine.
 
 The exit code is 0 if all ranks returned 0. Without a TrainingJob it is the failed rank's code (128 + N for
-signal N) when no restarts are left. It is 143 after SIGTERM, 130 after SIGINT, 2 for a wrong command line,
-and 1 otherwise.
+signal N) when no restarts are left. It is 143 after SIGTERM, 130 after SIGINT, 129 after SIGHUP (the terminal
+was closed), 2 for a wrong command line, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast_core.errors import ConfigError, HoldfastError
 
 logger = logging.getLogger(__name__)
 
-_SIGNAL_EXIT = {signal.SIGTERM: 143, signal.SIGINT: 130}
+_SIGNAL_EXIT = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 
 class Supervisor(Protocol):
@@ -161,7 +161,7 @@ async def _all_ended(processes: Processes) -> None:
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT as futures. The first signal asks the ranks to stop, the second kills them."""
+    """Signals to stop, as futures. The first one asks the ranks to stop, the second one kills them."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -171,6 +171,8 @@ class _StopSignals:
     def install(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNAL_EXIT:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:

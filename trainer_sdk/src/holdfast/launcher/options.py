@@ -251,7 +251,7 @@ REFUSED = {
     "rdzv-endpoint": _NO_NODES,
     "role": "omit it: all ranks have the role default",
     "run-path": "omit it: a Python script is run in a forked process anyway",
-    "signals-to-handle": "omit it: SIGTERM and SIGINT make the ranks save and stop",
+    "signals-to-handle": "omit it: SIGTERM, SIGINT and SIGHUP make the ranks save and stop",
     "start-method": "omit it: ranks are forked from a process that has imported torch",
     "virtual-local-rank": "omit it and set the device by LOCAL_RANK",
 }
