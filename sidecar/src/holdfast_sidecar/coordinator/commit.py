@@ -95,8 +95,8 @@ class Retention:
         self._older: set[CheckpointId] = set()
         """Checkpoints of older rounds on this round's lineage, and of this round where a member lacks its
         shard. Retention counts them besides the ledger's steps."""
-        self._lost: set[CheckpointId] = set()
-        """Checkpoints of this round of which a member lost its shard before it had copies."""
+        self._lost: set[Step] = set()
+        """Steps of this round of which a member lost its shard before it had copies."""
         self._pressed = asyncio.Event()
         """Set when a report contains a failure for lack of room on a node."""
 
@@ -143,10 +143,12 @@ class Retention:
         if not self._ledger.is_forgotten(step):
             self._uploads.lost(step)
             entry = self._ledger.steps.get(step)
-            is_elsewhere = entry is None or (self._ledger.expects_copies and entry.copied)
+            copied = entry is None or (self._ledger.expects_copies and entry.copied)
             self._ledger.forget((step,), pruned=False)
-            kept = self._older if is_elsewhere else self._lost
-            kept.add(CheckpointId(step, self._parts.message.round))
+            if copied or step in self._ledger.listed:  # it may have had copies before this start
+                self._older.add(CheckpointId(step, self._parts.message.round))
+            else:
+                self._lost.add(step)
             self._parts.changed()
 
     def retain(self) -> None:
@@ -191,7 +193,7 @@ class Retention:
 
     def _forget(self, gone: tuple[Step, ...]) -> None:
         self._older = {c for c in self._older if c.step not in gone}
-        self._lost = {c for c in self._lost if c.step not in gone}
+        self._lost -= set(gone)
         self._ledger.forget(gone)
         self._plans.wake()
 

@@ -188,7 +188,7 @@ def steps_to_prune(
     older: Iterable[CheckpointId],
     persisted: RestorePoint | None,
     *,
-    lost: Iterable[CheckpointId] = (),
+    lost: Collection[Step] = (),
     pressed: bool = False,
     restored: bool = False,
 ) -> tuple[Step, ...]:
@@ -199,14 +199,13 @@ def steps_to_prune(
     Args:
         older: Checkpoints of older rounds on this round's lineage. They count as replicated.
         persisted: The newest persisted checkpoint.
-        lost: Checkpoints that may be unreadable. They protect nothing, and go when others protect the job.
+        lost: Steps that may be unreadable. They protect nothing, and go when a newer one is replicated.
         pressed: A node has no room for another shard.
         restored: Every rank has trained from the restore point.
     """
     protecting = Level.REPLICATED if ledger.expects_copies else Level.LOCAL
     committed = (
         *(Committed(c, Level.REPLICATED) for c in older),
-        *(Committed(c, Level.LOCAL, on_lineage=False) for c in lost),
         *(
             Committed(CheckpointId(e.step, e.round), e.level)
             for e in ledger.steps.values()
@@ -238,6 +237,7 @@ def steps_to_prune(
         for s, e in ledger.steps.items()
         if not e.complete and newest is not None and s < newest.step and s not in ledger.listed
     ]
+    abandoned += [s for s in lost if newest is not None and s < newest.step]
     anchor = ledger.newest(protecting)
     safe = () if anchor is None else (CheckpointId(anchor.step, anchor.round),)
     return tuple(sorted({*plan.prune_steps, *abandoned} - protected_steps(message, safe)))
