@@ -243,7 +243,7 @@ def test_the_data_goes_with_the_object(bed: Bed, state: str) -> None:
     assert not bed.api.all("pods")
 
 
-@pytest.mark.fault("deletionPolicy is edited after the job is over, suspended or gone")
+@pytest.mark.fault("A deletionPolicy is edited after the job is over, suspended or gone")
 @pytest.mark.parametrize("state", STATES)
 def test_the_data_goes_with_an_object_whose_policy_was_edited(bed: Bed, state: str) -> None:
     bed.job(state)
@@ -360,6 +360,18 @@ def test_a_store_that_is_gone_holds_nothing(bed: Bed) -> None:
     bed.job("gone")
     bed.delete(bed.checkpoint(1, deletionPolicy="DeleteData"))
     bed.api.remove("checkpointstores", NAMESPACE, "main")
+    bed.run(10)
+    assert bed.objects == set()
+    assert "CheckpointStore main does not exist" in bed.events("DataKept")[0]
+
+
+def test_a_policy_that_is_edited_without_a_store_is_answered(bed: Bed) -> None:
+    bed.job("gone")
+    name = bed.checkpoint(1, deletionPolicy="DeleteData")
+    del bed.api.objects["checkpoints", NAMESPACE, name]["metadata"]["finalizers"]
+    bed.api.remove("checkpointstores", NAMESPACE, "main")
+    bed.run(4)
+    bed.delete(name)
     bed.run(10)
     assert bed.objects == set()
     assert "CheckpointStore main does not exist" in bed.events("DataKept")[0]

@@ -89,10 +89,10 @@ class Deletions:
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Run one pass. Return the seconds after which the next one is due, or None. Raises HoldfastError."""
         group = self.cache.checkpoints.of("delete", namespace, name)
+        await self._hold(group)
         store = self.cache.stores.get(namespace, name)
         if store is None or store.deleting:
             return await self._without_store(namespace, name, group)
-        await self._hold(group)
         stored = self._gather(namespace, group)
         progress = self._progress.setdefault(store.uid, _Progress())
         await self._let_late_ones_go(stored, progress)
