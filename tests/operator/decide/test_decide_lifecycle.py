@@ -337,7 +337,7 @@ def test_deadline() -> None:
     assert failed.reason == Reason.DEADLINE_EXCEEDED
 
 
-@pytest.mark.fault("activeDeadlineSeconds passes while a gang waits for a person to start it over")
+@pytest.mark.fault("The deadline of a job passes while a gang waits for a person to start it over")
 def test_a_job_that_has_failed_waits_for_no_person() -> None:
     lost = status(0, (0, 0), start_time=START, conditions=(true(JobCondition.CHECKPOINTS_LOST),))
     observed = Observed(job=job(2, lost, active_deadline_seconds=100))

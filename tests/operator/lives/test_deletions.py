@@ -27,7 +27,7 @@ from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.decide.ends import RELEASE_SECONDS
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster, Events
-from holdfast_operator.loop.deletions import Deletions
+from holdfast_operator.loop.deletions import Deletions, wait_seconds
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.watch.cache import ClusterCache
 
@@ -322,17 +322,9 @@ def test_what_an_unreadable_job_starts_from_stays(
 
 
 @pytest.mark.fault("A store refuses deletes for two days, and then permits them")
-def test_a_store_that_comes_back_after_thousands_of_attempts_is_used(bed: Bed) -> None:
-    bed.job("gone")
-    bed.checkpoint(1, when="DeleteData")
-    bed.down = True
-    bed.run(10)
-    (progress,) = bed.deletions._progress.values()
-    progress.failures = 2000
-    bed.run(200)
-    bed.down = False
-    bed.run(200)
-    assert (bed.objects, bed.steps) == (set(), set())
+def test_the_wait_between_attempts_has_a_limit() -> None:
+    waits = [wait_seconds(n) for n in (0, 1, 2, 20, 5000)]
+    assert waits == [5.0, 10.0, 20.0, 120.0, 120.0]
 
 
 @pytest.mark.fault("The Secret of a store is gone when data must be deleted")

@@ -153,7 +153,7 @@ def test_a_gang_that_alone_has_the_newest_step_keeps_its_pods() -> None:
     assert broken_rules(life.cluster, copies=1) == []
 
 
-@pytest.mark.fault("activeDeadlineSeconds passes while a gang waits for a node")
+@pytest.mark.fault("The deadline of a job passes while a gang waits for a node")
 def test_a_gang_that_fails_while_it_waits_waits_for_no_node_any_more() -> None:
     life = half_of_the_nodes()
     life.cluster.full_nodes = set()

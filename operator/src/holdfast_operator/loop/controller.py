@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, defaultdict
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, assert_never
 
 from holdfast_core import logs
 from holdfast_core.api import (
-    Checkpoint,
     CheckpointPhase,
     CheckpointStore,
     Gang,
@@ -58,7 +57,7 @@ from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.nodes import NodeLeases
-from holdfast_operator.watch.reflector import Timings
+from holdfast_operator.watch.reflector import Reflector, Timings
 
 TICK_SECONDS = 1.0
 SWEEP_SECONDS = 3600.0
@@ -180,6 +179,10 @@ class Controller:
         if self._leadership.gained.is_set():
             self._queue.add(key)
 
+    @property
+    def watches(self) -> Sequence[Reflector[Any]]:
+        return self._cache.reflectors
+
     def watch_age_seconds(self) -> float | None:
         """Return the seconds since the most silent watch delivered anything.
 
@@ -212,7 +215,7 @@ class Controller:
                 group.create_task(self._leadership.run())
                 await self._leadership.gained.wait()
                 self._cache.enqueue_all()
-                group.create_task(self._queue.run(self._settings.workers, self._handle))
+                group.create_task(self._queue.run(self._settings.workers, self.handle))
                 group.create_task(self._silence.run())
                 group.create_task(self._sweep())
         finally:
@@ -232,7 +235,8 @@ class Controller:
 
     # ------------------------------------------------------------------ one pass
 
-    async def _handle(self, key: Key) -> None:
+    async def handle(self, key: Key) -> None:
+        """Run one pass over the object of this key. The queue repeats it where it raises."""
         begun = self._clock.monotonic()
         match key.kind:
             case KeyKind.JOB | KeyKind.ADOPTION:
@@ -362,17 +366,13 @@ class Controller:
         """
         namespace, name = key.namespace, key.name
         living = {job.uid for job in self._cache.jobs.of_name(namespace, name)}
-        lost = defaultdict[JobUid, list[Checkpoint]](list)
-        for checkpoint in self._cache.checkpoints.of(namespace, name):
-            uid = checkpoint.status.job_uid
-            if uid is not None and uid not in living and is_lost_with_job(checkpoint):
-                lost[uid].append(checkpoint)
-        for uid, checkpoints in lost.items():
+        lost = [c for c in self._cache.checkpoints.of(namespace, name) if is_lost_with_job(c)]
+        for uid in {uid for c in lost if (uid := c.status.job_uid) is not None} - living:
             if self._cache.pods.workers(namespace, uid):
                 continue
             if await self._cluster.job_exists(namespace, name, uid):
                 continue  # it cannot be parsed, or the copies lag
-            for checkpoint in checkpoints[:WRITES_PER_PASS]:
+            for checkpoint in [c for c in lost if c.status.job_uid == uid][:WRITES_PER_PASS]:
                 with suppress(ConflictError):
                     status = without_job(checkpoint, self._now())
                     await self._cluster.write_status(checkpoint, status)

@@ -225,9 +225,7 @@ class Deletions:
         state: CommandState,
         why: str,
     ) -> None:
-        now = self.clock.monotonic()
-        shortest, longest = AGAIN_SECONDS
-        progress.again_at = now + min(shortest * 2 ** min(progress.failures, 10), longest)
+        progress.again_at = self.clock.monotonic() + wait_seconds(progress.failures)
         progress.failures += 1
         progress.why = why
         text = f"deleting data of job {wanted.job} failed, and is tried again: {why}"
@@ -285,6 +283,12 @@ class Deletions:
                 message = f"its job was deleted, and retention.whenDeleted was {estate.policy}"
             status = moved(checkpoint, phase, now, message=message)
             await self.cluster.write_status(checkpoint, status)
+
+
+def wait_seconds(failures: int) -> float:
+    """Return the wait after a pod that failed, which so many others have failed before in a row."""
+    shortest, longest = AGAIN_SECONDS
+    return min(shortest * 2.0 ** min(failures, 10), longest)
 
 
 def _command(wanted: Deletion, run: int) -> StoreCommand:
