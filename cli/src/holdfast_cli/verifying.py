@@ -20,7 +20,7 @@ from holdfast_cli.gangs import parsed
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Result, say
 from holdfast_cli.places import place_of
-from holdfast_cli.progress import ByteProgress
+from holdfast_cli.progress import ByteProgress, bytes_text
 from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, Target
 from holdfast_core.api import Checkpoint, CheckpointCondition, CheckpointPhase, size_text
 from holdfast_core.clock import SystemClock, stamp
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from holdfast_core.drill import DrillReport
 
 POLL_SECONDS = 1.0
-_GIB = 1 << 30
 _EXITS = {
     "Intact": Exit.SUCCESS,
     "Damaged": Exit.DAMAGED,
@@ -58,11 +57,9 @@ class Verified:
 
     def result(self) -> Result:
         """Return what the verb prints, and how it ends."""
-        gib, seconds = self.bytes / _GIB, max(self.seconds, 1e-9)
-        lines = [
-            f"{self.target}: read {gib:.3f} GiB in {self.seconds:.1f} s ({gib / seconds:.2f} GiB/s)"
-        ]
-        lines.append(f"{self.outcome}: {self.message}")
+        rate = bytes_text(self.bytes / max(self.seconds, 1e-9))
+        read = f"read {bytes_text(self.bytes)} in {self.seconds:.1f} s ({rate}/s)"
+        lines = [f"{self.target}: {read}", f"{self.outcome}: {self.message}"]
         if self.worldSize is not None and self.outcome == "Intact":
             lines.append(f"assembled for {self.worldSize} ranks: equal")
         lines += [f"  {bad['part']}: {bad['damage']}: {bad['message']}" for bad in self.bad]

@@ -40,7 +40,7 @@ def pack_of(store: Path, step: int, rank: int) -> Path:
 def test_the_newest_step_is_read(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(store)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"step 2 of {store}: read 0.0")
+    assert out.startswith(f"step 2 of {store}: read 1.3 MiB in ")
     assert out.endswith("Intact: every byte matches its digest\n")
 
 
