@@ -90,7 +90,7 @@ def test_a_fork_starts_from_the_checkpoint_of_the_job(empty_bed: OperatorBed) ->
     assert "step 3 of job gpt" in refused.stderr
     ended = restore(empty_bed, "gpt", *FORK)
     assert ended.returncode == 0, ended.stderr
-    assert restore(empty_bed, "gpt", *FORK).returncode == 1, "it exists"
+    assert restore(empty_bed, "gpt", *FORK).returncode == 6, "it exists"
     empty_bed.until("the first round", lambda: "restartRound" in empty_bed.status("fork"))
     assert empty_bed.condition("Accepted", "fork")["status"] == "True"
     assert empty_bed.status()["restartRound"] == 0, "its source stays as it is"
