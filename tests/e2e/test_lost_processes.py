@@ -53,7 +53,7 @@ def test_a_killed_sidecar_rank_and_container_restart_in_place(
     log = tmp_path / "followed"
     follow = ("logs", "-f", "job/gpt")
     with running_holdfast(scenario.namespace, *follow, output=log) as follower:
-        inject(scenario, "--drain-sidecar", "0")
+        inject(scenario, "--drain-sidecar", "1")
         job.wait_step(step + 10)
         assert job.round == 0, "the ended sidecar: it is no reason for a new round"
         sidecar = "serve|holdfast-sidecar"
