@@ -293,7 +293,8 @@ def test_holds_are_named() -> None:
 @pytest.mark.fault("A job has more pinned checkpoints than a message can name")
 def test_of_too_many_pins_those_that_only_nodes_have_are_named() -> None:
     alone = checkpoint(1, 0, pin=True, persisted=False)
-    pins = (alone, *(checkpoint(step, 0, pin=True) for step in range(2, MAX_MANY + 5)))
+    again = checkpoint(1, 1, pin=True)
+    pins = (alone, again, *(checkpoint(step, 0, pin=True) for step in range(2, MAX_MANY + 5)))
     message = round_message(world_of(gang(checkpoints=pins)))
     assert message.pinned == (1, *range(6, MAX_MANY + 5))
     assert loads(Round, dumps(message)) == message

@@ -80,7 +80,8 @@ class Round:
     """For each worker whose shards are copied, the workers that keep the copies."""
     policy: Policy
     pinned: Many[Step] = ()
-    """Pinned steps, which must not be pruned. Of more than MAX_MANY, those of which the store has no copy."""
+    """Pinned steps, which must not be pruned. Of more than MAX_MANY, those without a copy in the store
+    come first, then the newest."""
     quarantined: Many[RestorePoint] = ()
     """Checkpoints that must neither be pruned nor restored."""
     last_persisted: RestorePoint | None = None

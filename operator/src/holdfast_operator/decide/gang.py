@@ -504,10 +504,12 @@ def _pinned_steps(world: World) -> tuple[Step, ...]:
     Sidecars refuse a longer message, and the gang would stand still. What is left out is in the object store,
     which keeps it without a copy on a node.
     """
-    stored = {
-        c.spec.step: c.persisted
+    pinned = [
+        (c.spec.step, c.persisted)
         for c in world.own_checkpoints
         if c.spec.pin and c.spec.step is not None
-    }
-    chosen = sorted(stored, key=lambda step: (stored[step], -step))[:MAX_MANY]
-    return tuple(sorted(chosen))
+    ]
+    # Two rounds may have saved a step, and the store may have that of one only.
+    on_nodes_only = {step for step, persisted in pinned if not persisted}
+    steps = {step for step, _ in pinned}
+    return tuple(sorted(sorted(steps, key=lambda s: (s not in on_nodes_only, -s))[:MAX_MANY]))
