@@ -173,7 +173,7 @@ class OutputPump:
             data = self._prefix + data
         # The reader of the log may have ended (`holdfast run | head`), the terminal be closed, or the disk
         # be full. Training must continue, and later lines may find room.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the latter if the file object is closed
             self._target.write(data)
             self._target.flush()
 
