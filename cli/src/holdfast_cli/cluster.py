@@ -293,8 +293,8 @@ class ClusterClient:
     def patch(self, plural: str, name: str, uid: str, body: dict[str, Any]) -> None:
         """Merge these fields into an object, if it still is the object of this uid.
 
-        Between the read and the patch a person may have replaced the object by one of the same name, whose
-        state nobody has looked at.
+        A person may have deleted the object since it was read, and created another one of the same name. The
+        verb has not checked the state of that one.
         """
         call = client.CustomObjectsApi(self.api).patch_namespaced_custom_object
         body = {**body, "metadata": {**body.get("metadata", {}), "uid": uid}}

@@ -190,7 +190,10 @@ def cli() -> None:
 @cli.result_callback()
 @click.pass_obj
 def _print(session: Session, /, result: object, **_: object) -> int:
-    """Print the result of a verb, and return the exit code. Click ends the program if nobody reads it."""
+    """Print the result of a verb, and return its exit code.
+
+    It runs within click, which ends the program quietly when the reader of the output has ended.
+    """
     if not isinstance(result, Result):
         return Exit.SUCCESS
     show(result, session.format)

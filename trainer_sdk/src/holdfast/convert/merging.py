@@ -31,7 +31,7 @@ from holdfast_core.tiers.sources import wait_all
 
 MAX_THREADS = 8
 PART_BYTES = 2 << 20
-"""Stored bytes of one part of one source, at most."""
+"""The most stored bytes that a thread reads of one source at a time."""
 _PARTS_BYTES = 64 << 20
 """Stored bytes of the parts of all sources that all threads hold."""
 _OPEN_SHARDS = 48

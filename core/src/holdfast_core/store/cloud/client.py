@@ -48,7 +48,7 @@ class Clients:
 
 
 class CloudClient:
-    """The requests of one store. Safe for use by many threads, not after a fork."""
+    """Sends the requests of one store. Many threads may use it, but not a process that was forked since."""
 
     def __init__(
         self,
