@@ -15,7 +15,9 @@ import platform
 import signal
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -279,7 +281,11 @@ class _Tracer:
         self._scope = str(scope)
         self._strike = strike
         self._recorder = recorder
-        self._under_way: dict[int, Call] = {}
+        self._under_way: tuple[int, Call] | None = None
+        """The thread whose call is in the kernel, and that call. Only one call runs at a time: a second
+        thread could otherwise rename a new file, or remove it, before the recorder has looked at it."""
+        self._held: deque[int] = deque()
+        """Threads that wait before a call until the one under way has been recorded."""
         self._numbers = NAMES[platform.machine()]
         self._failing: set[int] = set()
         self.calls: list[str] = []
@@ -304,25 +310,31 @@ class _Tracer:
             number, event = os.WSTOPSIG(status), status >> 16
             deliver = 0
             if number == _SYSCALL_STOP or event == _SECCOMP_EVENT:
+                if event and self._under_way is not None:
+                    self._held.append(thread)
+                    continue
                 if not self._stopped(thread):
                     continue
             elif number == signal.SIGSTOP and thread not in known:
                 known.add(thread)  # a new thread starts with a SIGSTOP
             elif not event:
                 deliver = number
-            awaited = thread in self._under_way or thread in self._failing
-            try:
-                _ptrace(_SYSCALL if awaited else _CONTINUE, thread, 0, deliver)
-            except ProcessLookupError:
-                continue  # the thread was killed in the meantime
+            self._resume(thread, deliver)
+            while self._held and self._under_way is None:
+                held = self._held.popleft()
+                if self._stopped(held):
+                    self._resume(held)
+
+    def _resume(self, thread: int, deliver: int = 0) -> None:
+        awaited = thread in self._failing or (
+            self._under_way is not None and self._under_way[0] == thread
+        )
+        with suppress(ProcessLookupError):  # the thread was killed in the meantime
+            _ptrace(_SYSCALL if awaited else _CONTINUE, thread, 0, deliver)
 
     def _stopped(self, thread: int) -> bool:
-        """Handle a stop of `thread`. Returns False if the thread must stay stopped because it is to be
-        killed.
-
-        The SIGKILL waits until the calls that other threads have in the kernel are finished and recorded.
-        Otherwise such a call might take effect without a record.
-        """
+        """Handle a stop of `thread`. Returns False if the thread must stay stopped because it is
+        killed."""
         info = _Info()
         try:
             _ptrace(_GET_SYSCALL_INFO, thread, ctypes.sizeof(info), ctypes.addressof(info))
@@ -336,12 +348,12 @@ class _Tracer:
             self._failing.remove(thread)
             assert self._strike is not None and self._strike.error is not None
             _ptrace(_POKEUSER, thread, _RESULT_REGISTER, -self._strike.error)
-        elif info.op == _EXIT and thread in self._under_way:
-            call = self._under_way.pop(thread)
+        elif info.op == _EXIT and self._under_way is not None and self._under_way[0] == thread:
+            call, self._under_way = self._under_way[1], None
             result = ctypes.c_int64(info.words[0]).value
             if result >= 0 and self._recorder is not None:
                 self._left(call, result, self._recorder)
-        if self.killed and not self._under_way:
+        if self.killed:
             os.kill(self._pid, signal.SIGKILL)
         return not self.killed
 
@@ -350,14 +362,14 @@ class _Tracer:
         if call is None:
             return
         if call.descriptor == self._acknowledged and call.name == "write":
-            self._under_way[thread] = call
+            self._under_way = thread, call
             return
         if call.path != self._scope and not call.path.startswith(f"{self._scope}/"):
             return
         self.calls.append(f"{call.name} {call.path.removeprefix(self._scope)}")
         if self._strike is None or not self._strike.hits(len(self.calls)):
             if call.name != "flock":  # it changes nothing and may wait for a stopped thread
-                self._under_way[thread] = call
+                self._under_way = thread, call
             return
         self.struck = True
         if self._strike.error is not None:
