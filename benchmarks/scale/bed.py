@@ -16,7 +16,7 @@ from typing import Any, Self
 from tests.support.chart import NAMESPACE as SYSTEM
 from tests.support.operator.operator_account import OperatorAccount, install_crds
 from tests.support.operator.operator_bed import GROUP, STORE, training_job
-from tests.support.operator.played_sidecar import PlayedSidecar
+from tests.support.operator.served_sidecar import ServedSidecar
 from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 
 from benchmarks.scale.kubelets import Kubelets, Pod, in_parallel
@@ -172,7 +172,7 @@ class Bed:
         self.calls.clear()
         self.called.clear()
 
-    def _called(self, sidecar: PlayedSidecar, path: str) -> None:
+    def _called(self, sidecar: ServedSidecar, path: str) -> None:
         self.calls[path] += 1
         self.called.setdefault(path, {}).setdefault(sidecar.pod, time.monotonic())
 

@@ -12,9 +12,8 @@ from functools import lru_cache
 
 from aiohttp import web
 from tests.support.operator.builders import stored_manifest
-from tests.support.operator.played_sidecar import PlayedSidecar
+from tests.support.operator.served_sidecar import ServedSidecar, document_of
 
-from holdfast_core.format.manifest import Manifest, manifest_digest
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
@@ -51,7 +50,7 @@ def _read_round(body: bytes) -> _ReadRound:
 
 
 @dataclass
-class GangSidecar(PlayedSidecar):
+class GangSidecar(ServedSidecar):
     """Sidecar of one pod whose state, if it coordinates, has the version of a real coordinator."""
 
     gang: Gang | None = None
@@ -73,12 +72,8 @@ class GangSidecar(PlayedSidecar):
         self.versioned.delivered(state.version)
         return web.Response(body=dumps(state), content_type="application/json")
 
-    # Each member of a real gang parses ROUND and encodes manifests on a machine of its own.
-
-    def digest_of(self, manifest: Manifest) -> Digest:
-        return _digest_of(manifest)
-
     def read_round(self, body: bytes) -> Round:
+        # Each member of a real gang parses ROUND on a machine of its own.
         return _read_round(body).message
 
     async def _round(self, request: web.Request) -> web.Response:
@@ -88,16 +83,6 @@ class GangSidecar(PlayedSidecar):
             self.acceptance = AcceptedRound(read.message.version, read.digest)
             self.gang.round_received(self, read)
         return response
-
-
-_digests: dict[int, tuple[Manifest, Digest]] = {}
-"""Each manifest and its digest, by the manifest's id."""
-
-
-def _digest_of(manifest: Manifest) -> Digest:
-    if id(manifest) not in _digests:
-        _digests[id(manifest)] = manifest, manifest_digest(manifest.to_bytes())
-    return _digests[id(manifest)][1]
 
 
 @dataclass
@@ -115,7 +100,6 @@ class Gang:
     """The pods that have received a complete ROUND, by the round."""
     rounds_trained: list[RestartRound] = field(default_factory=list)
     restored_steps: list[int] = field(default_factory=list)
-    _manifest: Manifest | None = None
 
     def round_received(self, sidecar: GangSidecar, read: _ReadRound) -> None:
         """Train as soon as each member has received a complete ROUND of the same round.
@@ -141,7 +125,7 @@ class Gang:
         self.trains_since = asyncio.get_running_loop().time()
         step = self.first_step + FIRST_COMMIT
         manifest = stored_manifest(self.uid, step, message.round, self.workers)
-        self._manifest = manifest
+        document = document_of(manifest)
         listed = {
             shard.rank: ListedShard(
                 manifest.step, manifest.restart_round, shard.rank, 100, shard.blake3, TierName.NODE
@@ -150,9 +134,9 @@ class Gang:
         }
         for worker, member in self.members.items():
             kept = sorted({(worker - 1) % self.workers, worker})
-            member.manifests = (manifest,)
-            member.stored = tuple(listed[Rank(rank)] for rank in kept)
-        point = RestorePoint(Step(step), message.round, _digest_of(manifest))
+            member.hold(document)
+            member.shards = {(manifest.checkpoint, Rank(r)): listed[Rank(r)] for r in kept}
+        point = RestorePoint(Step(step), message.round, document.listed.manifest)
         self.state = CoordinatorState(
             version=0,
             round=message.round,
@@ -203,9 +187,9 @@ class Gang:
 
     def claim(self, sidecar: GangSidecar, step: int) -> None:
         """Let a sidecar, whose pod may have been replaced, report a commit of its own round."""
-        own = stored_manifest(self.uid, step, sidecar.round, self.workers)
-        point = RestorePoint(own.step, own.restart_round, _digest_of(own))
-        sidecar.manifests = (*sidecar.manifests, own)
+        own = document_of(stored_manifest(self.uid, step, sidecar.round, self.workers))
+        point = RestorePoint(own.listed.step, own.listed.round, own.listed.manifest)
+        sidecar.add(own)
         assert self.state is not None
         sidecar.state = replace(
             self.state,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.support.operator.played_kubelet import EMPTY_STORE
-from tests.support.operator.played_sidecar import PlayedSidecar
+from tests.support.operator.served_sidecar import ServedSidecar
 
 from benchmarks.scale.gangs import REPORT_SECONDS, Gang, GangSidecar
 from benchmarks.scale.leases import LeaseProcess, now
@@ -104,7 +104,7 @@ class Kubelets:
         leases: LeaseProcess,
         nodes: int,
         workers: int,
-        called: Callable[[PlayedSidecar, str], None],
+        called: Callable[[ServedSidecar, str], None],
     ) -> None:
         self._api = api
         self._leases = leases

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
-from tests.support.operator.played_sidecar import server_context
+from tests.support.operator.served_sidecar import server_context
 
 from benchmarks.scale.gangs import GangSidecar
 from holdfast_core.contract import CONTROL_PORT

@@ -11,7 +11,7 @@ from tests.support.chart import NAMESPACE
 from tests.support.operator.api_proxy import ApiProxy, Refuse, streamed_lists
 from tests.support.operator.operator_account import EVERYWHERE, Right
 from tests.support.operator.operator_bed import DIGEST, OperatorBed, training, training_job
-from tests.support.operator.played_sidecar import PlayedSidecar
+from tests.support.operator.served_sidecar import ServedSidecar
 
 from holdfast_core.api import Checkpoint
 from holdfast_core.contract import SIDECAR_CONTAINER
@@ -39,7 +39,7 @@ def keep_pod(bed: OperatorBed, name: str) -> None:
     bed.plane.request("PUT", path, pod)
 
 
-def replace_pod(bed: OperatorBed, worker: int, round_: int, coordinator: str) -> PlayedSidecar:
+def replace_pod(bed: OperatorBed, worker: int, round_: int, coordinator: str) -> ServedSidecar:
     """Delete the worker's pod of round 0, run the gang in the next round, and return the new sidecar."""
     bed.kubelet.delete_pod(bed.pod(worker, 0))
     bed.until(f"round {round_}", lambda: bed.status().get("restartRound") == round_)
@@ -139,7 +139,7 @@ def test_the_operator_needs_each_of_its_rights_and_no_other(
     kept = bed.store_at(0, 40)
     keep_pod(bed, bed.pod(1, 0))
     fresh = replace_pod(bed, 1, 1, coordinator=bed.pod(0, 0))
-    fresh.manifests, fresh.stored = kept.manifests, kept.stored
+    fresh.manifests, fresh.documents, fresh.shards = kept.manifests, kept.documents, kept.shards
     replace_pod(bed, 0, 2, coordinator=bed.pod(1, 1))
     forget_a_checkpoint(bed)
     authority = f"/api/v1/namespaces/{NAMESPACE}/secrets/holdfast-ca-{bed.uid()}"

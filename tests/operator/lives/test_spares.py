@@ -175,7 +175,7 @@ def test_spares_make_room_for_a_worker_without_a_node() -> None:
     assert len(used) == WORKERS + 1
     cluster.full_nodes = set(cluster.nodes) - used
     [worker] = [n for n in cluster.member_names(cluster.job["status"]) if n == life.pod(1)]
-    cluster.sidecars[spare].has_launcher = False
+    cluster.sidecars[spare].launcher = False
     life.run(3)
     assert ready(life) == 0
     cluster.full_nodes.add(cluster.pods[worker].view.node or "")

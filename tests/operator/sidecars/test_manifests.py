@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import pytest
 from tests.support.operator.bench import KEY, UID, Bench, bench, pod_view
-from tests.support.operator.builders import stored_manifest, uncommitted
-from tests.support.operator.played_sidecar import PlayedSidecar
+from tests.support.operator.builders import stored_manifest
+from tests.support.operator.served_sidecar import Document, ServedSidecar, document_of
 
-from holdfast_core.ids import JobUid, RestartRound, Step
+from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.schema import FinishCommit
 from holdfast_operator.model.actions import CallPath
 from holdfast_operator.model.job import InventoryView, PodView, Reachable
@@ -19,7 +19,11 @@ from holdfast_operator.sidecars import state as manifests
 PODS = [pod_view(n) for n in range(3)]
 
 
-def fetched(servers: Iterable[PlayedSidecar]) -> list[int]:
+def documents(*steps: int) -> list[Document]:
+    return [document_of(stored_manifest(UID, step)) for step in steps]
+
+
+def fetched(servers: Iterable[ServedSidecar]) -> list[int]:
     """Return the steps of all requests for manifests, in order."""
     return sorted(step for s in servers for kind, step in s.calls if kind == "manifest")
 
@@ -43,10 +47,9 @@ async def seal(bench: Bench, round_: int, *pods: PodView) -> None:
 @pytest.mark.fault("Every worker of a large gang lists all manifests")
 async def test_each_manifest_of_a_gang_is_fetched_once() -> None:
     async with bench() as b:
-        documents = tuple(stored_manifest(UID, step) for step in (5, 6))
         servers = [await b.serve(pod) for pod in PODS]
         for server in servers:
-            server.manifests = documents
+            server.hold(*documents(5, 6))
         b.follow(*PODS)
         await b.until(lambda: all(b.view(p).inventory is not None for p in PODS))
         await seal(b, 1, *PODS)
@@ -54,7 +57,7 @@ async def test_each_manifest_of_a_gang_is_fetched_once() -> None:
         first, second, third = (stored(b, p) for p in PODS)
         assert first.manifests == second.manifests == third.manifests
         assert [s.blake3 for s in first.manifests[0].shards] == [
-            s.blake3 for s in documents[0].shards
+            s.blake3 for s in stored_manifest(UID, 5).shards
         ]
 
 
@@ -63,10 +66,10 @@ async def test_a_seal_brings_the_inventory_of_this_moment() -> None:
     """Manifests that were fetched earlier do not hide what was stored or deleted since."""
     async with bench() as b:
         server = await b.serve(PODS[0])
-        server.manifests = (stored_manifest(UID, 5), stored_manifest(UID, 6))
+        server.hold(*documents(5, 6))
         b.follow(PODS[0])
         await b.until(lambda: b.view(PODS[0]).inventory is not None)
-        server.manifests = (stored_manifest(UID, 6), stored_manifest(UID, 7))
+        server.hold(*documents(6, 7))
         await seal(b, 1, PODS[0])
         assert listed(b, PODS[0]) == [6, 7]
         assert stored(b, PODS[0]).round == 1
@@ -76,7 +79,9 @@ async def test_a_seal_brings_the_inventory_of_this_moment() -> None:
 async def test_a_finished_commit_is_known_by_its_reply() -> None:
     async with bench() as b:
         server = await b.serve(PODS[0])
-        server.uncommitted = (uncommitted(20, 0, 0, world_size=1),)
+        checkpoint = CheckpointId(Step(20), RestartRound(0))
+        server.saved[checkpoint] = 8
+        server.keep(checkpoint, Rank(0))
         b.follow(PODS[0])
         await b.until(lambda: b.view(PODS[0]).inventory is not None)
         await seal(b, 1, PODS[0])
@@ -111,12 +116,12 @@ async def test_an_inventory_that_is_late_does_not_replace_that_of_a_newer_round(
     """The manifests of the first inventory take longer than those of the seal that began after it."""
     async with bench() as b:
         first, second = await b.serve(PODS[0]), await b.serve(PODS[1])
-        second.manifests = (stored_manifest(UID, 6), stored_manifest(UID, 7))
-        first.manifests = (stored_manifest(UID, 5), stored_manifest(UID, 6))
+        second.hold(*documents(6, 7))
+        first.hold(*documents(5, 6))
         first.slow = {5: asyncio.Event()}
         b.follow(*PODS[:2])
         await b.until(lambda: b.view(PODS[1]).inventory is not None and 5 in fetched([first]))
-        first.manifests = second.manifests  # the gang has committed step 7 and pruned step 5
+        first.hold(*documents(6, 7))  # the gang has committed step 7 and pruned step 5
         await seal(b, 1, PODS[0])
         passes = len(b.enqueued)
         first.slow[5].set()
@@ -128,7 +133,7 @@ async def test_an_inventory_that_is_late_does_not_replace_that_of_a_newer_round(
 async def test_a_manifest_that_was_deleted_since_it_was_listed_is_left_out() -> None:
     async with bench() as b:
         server = await b.serve(PODS[0])
-        server.manifests = (stored_manifest(UID, 5), stored_manifest(UID, 6))
+        server.hold(*documents(5, 6))
         server.deleted = {5}
         b.follow(PODS[0])
         await b.until(lambda: b.view(PODS[0]).inventory is not None)
@@ -149,7 +154,8 @@ async def test_a_document_that_is_not_the_listed_one_is_refused(document: str) -
     """The operator fetches the manifest from another sidecar that has the listed document."""
     async with bench() as b:
         bad, good = await b.serve(PODS[0]), await b.serve(PODS[1])
-        bad.manifests = good.manifests = (stored_manifest(UID, 5),)
+        bad.hold(*documents(5))
+        good.hold(*documents(5))
         bad.raw_manifest = document
         b.follow(*PODS[:2])
         await b.until(lambda: "manifest" in [kind for kind, _ in bad.calls])
@@ -163,7 +169,7 @@ async def test_a_manifest_that_contradicts_its_entry_is_refused() -> None:
     """The document has the listed digest but belongs to another job, so the entry is wrong."""
     async with bench() as b:
         server = await b.serve(PODS[0])
-        server.manifests = (stored_manifest(JobUid("another"), 5),)
+        server.hold(document_of(stored_manifest(JobUid("another"), 5)))
         b.follow(PODS[0])
 
         def silent() -> bool:
@@ -178,7 +184,7 @@ async def test_the_shards_of_another_number_of_ranks_are_not_kept() -> None:
     """Such shards cannot be restored, and would let a sidecar of a small job use much memory."""
     async with bench() as b:
         server = await b.serve(PODS[0])
-        server.manifests = (stored_manifest(UID, 5, ranks=9),)
+        server.hold(document_of(stored_manifest(UID, 5, ranks=9)))
         b.follow(PODS[0])
         await b.until(lambda: b.view(PODS[0]).inventory is not None)
         (manifest,) = stored(b, PODS[0]).manifests
@@ -193,7 +199,7 @@ async def test_an_inventory_whose_manifests_took_too_long_continues_where_it_end
     monkeypatch.setattr(manifests, "ALL_SECONDS", 3.0)
     async with bench() as b:
         server = await b.serve(PODS[0])
-        server.manifests = (stored_manifest(UID, 5), stored_manifest(UID, 6))
+        server.hold(*documents(5, 6))
         server.slow = {6: asyncio.Event()}
         b.follow(PODS[0])
 
@@ -211,7 +217,7 @@ async def test_manifests_that_no_sidecar_lists_are_forgotten() -> None:
     async with bench() as b:
         server = await b.serve(PODS[0])
         for round_, steps in ((1, (5,)), (2, ()), (3, (5,))):
-            server.manifests = tuple(stored_manifest(UID, step) for step in steps)
+            server.hold(*documents(*steps))
             b.follow(PODS[0], round_=round_)
             await b.until(lambda: b.view(PODS[0]).inventory is not None)
             await seal(b, round_, PODS[0])
@@ -222,7 +228,7 @@ async def test_manifests_that_no_sidecar_lists_are_forgotten() -> None:
 async def test_the_manifests_of_a_deleted_job_are_forgotten() -> None:
     async with bench() as b:
         server = await b.serve(PODS[0])
-        server.manifests = (stored_manifest(UID, 5),)
+        server.hold(*documents(5))
         b.follow(PODS[0])
         await b.until(lambda: b.view(PODS[0]).inventory is not None)
         b.sidecars.forget(UID)

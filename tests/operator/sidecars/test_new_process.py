@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.operator.bench import UID, Bench, bench, pod_view
-from tests.support.operator.played_sidecar import PlayedSidecar
+from tests.support.operator.served_sidecar import ServedSidecar
 
 from holdfast_core.ids import FIRST_SPARE, Digest, RestartRound
 from holdfast_core.messages.schema import AcceptedRound, CoordinatorState
@@ -21,7 +21,7 @@ ACKED = AckedRound(RestartRound(2), 4, Digest("b3:content"))
 PODS = tuple(pod_view(worker, 2) for worker in range(4))
 
 
-async def serve(b: Bench, pods: Iterable[PodView]) -> list[PlayedSidecar]:
+async def serve(b: Bench, pods: Iterable[PodView]) -> list[ServedSidecar]:
     return [await b.serve(pod) for pod in pods]
 
 
@@ -29,7 +29,7 @@ def follow(b: Bench, pods: Iterable[PodView], suspects: frozenset[str] = frozens
     b.follow(*pods, round_=2, coordinator=0, suspects=suspects, trains=True)
 
 
-def called(servers: list[PlayedSidecar]) -> list[Counter[str]]:
+def called(servers: list[ServedSidecar]) -> list[Counter[str]]:
     return [Counter(kind for kind, _ in s.calls) for s in servers]
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.support.operator.played_sidecar import PlayedSidecar
+from tests.support.operator.served_sidecar import ServedSidecar
 from tests.support.servers.ports import free_port
 
 from holdfast_core.clock import SystemClock
@@ -82,16 +82,16 @@ class Bench:
     clock: RecordingClock = field(default_factory=RecordingClock)
     defects: list[Exception] = field(default_factory=list)
     """Each is raised once when the bench is notified of a change, as a defect of the operator would be."""
-    servers: dict[int, PlayedSidecar] = field(default_factory=dict)
+    servers: dict[int, ServedSidecar] = field(default_factory=dict)
 
-    async def serve(self, pod: PodView, leaf: KeyPair | None = None) -> PlayedSidecar:
-        server = PlayedSidecar(pod.worker, pod.name, pod.birth_round)
+    async def serve(self, pod: PodView, leaf: KeyPair | None = None) -> ServedSidecar:
+        server = ServedSidecar(pod.worker, pod.name, pod.birth_round)
         leaf = leaf or new_leaf(AUTHORITY, peer_dns_name(pod.name, UID))
         await server.start(pod.ip or "", self.port, AUTHORITY.certificate, leaf)
         self.servers[pod.worker] = server
         return server
 
-    async def answering(self, pod: PodView) -> PlayedSidecar:
+    async def answering(self, pod: PodView) -> ServedSidecar:
         """Serve this pod, follow it, and return its sidecar when it has answered."""
         server = await self.serve(pod)
         self.follow(pod)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Any
 
 from holdfast_core.api import (
@@ -308,13 +309,14 @@ def silent(of: PodView, since: float | None = None) -> SidecarView:
 
 
 def shard_digest(step: int, round_: int, rank: int) -> Digest:
-    return Digest(f"b3:shard-{step}-{round_}-{rank}")
+    return digest_of(f"{step} {round_} {rank}".encode())
 
 
 def manifest_digest(step: int, round_: int) -> Digest:
     return digest_of(f"manifest-{step}-{round_}".encode())
 
 
+@lru_cache(maxsize=4096)
 def manifest(step: int, round_: int, world_size: int = 2) -> ManifestView:
     return ManifestView(
         step=Step(step),
@@ -348,7 +350,7 @@ def stored_manifest(job_uid: JobUid, step: int, round_: int = 0, ranks: int = 8)
             ManifestShard(
                 Rank(r),
                 100,
-                digest_of(f"{step} {round_} {r}".encode()),
+                shard_digest(step, round_, r),
                 digest_of(b"t"),
                 digest_of(b"layout"),
                 Rank(0),

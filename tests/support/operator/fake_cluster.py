@@ -1,4 +1,4 @@
-"""In-memory Kubernetes API (fake_api.py) with nodes and kubelets that run toy sidecars.
+"""In-memory Kubernetes API (fake_api.py) with nodes and kubelets that run fake sidecars.
 
 One tick is one second. All jobs of a cluster have the same name, one after the other; the newest is the
 current job. A deleted job leaves pods, Secrets, Services and Checkpoints behind; they are collected with
@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from tests.support.operator.builders import NAMESPACE, raw_store
 from tests.support.operator.fake_api import STAMP, FakeApi, Key
-from tests.support.operator.toy_gang import ToyGang, ToySidecar, ToyStore
+from tests.support.operator.fake_sidecar import FakeSidecar
+from tests.support.operator.toy_gang import ToyGang, ToyStore
 
 from holdfast_core.api import Checkpoint
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
@@ -140,7 +141,7 @@ class FakeCluster:
     gang: ToyGang = field(init=False)
     pods: dict[str, FakePod] = field(default_factory=dict)
     """Pods that a kubelet runs, by name, of the current job and of earlier jobs of its name."""
-    sidecars: dict[str, ToySidecar] = field(default_factory=dict)
+    sidecars: dict[str, FakeSidecar] = field(default_factory=dict)
     """Sidecars by pod name. Each is the disk of its pod and is lost with it."""
     statuses: list[dict[str, Any]] = field(default_factory=list)
     """Every status that was written of the current job, in order."""
@@ -509,11 +510,11 @@ class FakeCluster:
         if pod is None or sidecar is None:
             return
         pod.view = replace(pod.view, sidecar_restarts=pod.view.sidecar_restarts + 1)
-        sidecar.message = None
+        sidecar.restart()
 
     # ------------------------------------------------------------------ what can be seen and called
 
-    def reachable(self, pod: PodView) -> ToySidecar | None:
+    def reachable(self, pod: PodView) -> FakeSidecar | None:
         """Return the sidecar that the operator reaches at this pod's address, or None if none answers."""
         current = self.pods.get(pod.name)
         if current is None or current.view.uid != pod.uid or not self._answers(current):
@@ -593,7 +594,7 @@ class FakeCluster:
                 ip=f"10.0.0.{self._uids}",
                 sidecar_started=True,
             )
-            self.sidecars[name] = ToySidecar(view.worker, name, view.birth_round)
+            self.sidecars[name] = FakeSidecar(view.worker, name, view.birth_round, launcher=True)
         sidecar = self.sidecars.get(name)
         if sidecar is not None and pod.view.phase is PodPhase.RUNNING:
             ready = not is_spare(sidecar.worker)

@@ -21,16 +21,15 @@ from tests.support.chart import NAMESPACE, RELEASE
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.operator_account import OperatorAccount
 from tests.support.operator.played_kubelet import PlayedKubelet
-from tests.support.operator.played_sidecar import PlayedSidecar
 from tests.support.operator.progress import progress_of
+from tests.support.operator.served_sidecar import ServedSidecar, document_of
 from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 from tests.support.servers.ports import free_port
 
-from holdfast_core.ids import Digest, JobUid, RestartRound, Step, TierName
+from holdfast_core.ids import Digest, JobUid, RestartRound, Step
 from holdfast_core.messages.schema import (
     CoordinatorState,
-    ListedShard,
     RestorePoint,
     RoundTimes,
 )
@@ -175,15 +174,13 @@ class OperatorBed:
         members = [self.pod(w, birth) for w, birth in enumerate(status["members"])]
         assert self.pod_names() == sorted(members)
 
-    def store_at(self, worker: int, step: int) -> PlayedSidecar:
+    def store_at(self, worker: int, step: int) -> ServedSidecar:
         """Let the worker of round 0 list a complete checkpoint of round 0, and return its sidecar."""
         sidecar = self.kubelet.sidecars[self.pod(worker, 0)]
         manifest = stored_manifest(self.uid(), step, ranks=WORKERS)
-        sidecar.manifests = (manifest,)
-        sidecar.stored = tuple(
-            ListedShard(Step(step), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
-            for s in manifest.shards
-        )
+        sidecar.hold(document_of(manifest))
+        for shard in manifest.shards:
+            sidecar.keep(manifest.checkpoint, shard.rank)
         return sidecar
 
     def kill_operator(self) -> None:

@@ -1,6 +1,6 @@
 """Kubelet double for tests with a real API server.
 
-It gives pods an address and a state, and runs a PlayedSidecar on that address with the certificates that the
+It gives pods an address and a state, and runs a ServedSidecar on that address with the certificates that the
 pod would mount. Each pod has its own address in 127.0.0.0/8, so the operator's real client can reach it.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tests.support.operator.played_sidecar import PlayedSidecar
+from tests.support.operator.served_sidecar import ServedSidecar
 from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 from tests.support.servers.ports import free_address
 
@@ -54,7 +54,7 @@ class PlayedKubelet:
     namespace: str
     node: str
     """Name of its Node object, which `register` creates."""
-    sidecars: dict[str, PlayedSidecar] = field(default_factory=dict)
+    sidecars: dict[str, ServedSidecar] = field(default_factory=dict)
     """Sidecars by pod name."""
     probe_answer: str = ""
     """The termination message of every store probe that `answer_probes` finds."""
@@ -82,7 +82,7 @@ class PlayedKubelet:
         made["spec"]["taints"] = []  # the API server taints new nodes as not ready
         return dict(self.plane.request("PUT", f"/api/v1/nodes/{self.node}", made))
 
-    def run_pod(self, name: str) -> PlayedSidecar:
+    def run_pod(self, name: str) -> ServedSidecar:
         """Bind the pod to the node, start its sidecar and report its containers as running."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
         pod = self.plane.request("GET", path)
@@ -115,7 +115,7 @@ class PlayedKubelet:
         self.plane.request("PUT", f"{path}/status", {**bound, "status": status})
         return sidecar
 
-    def run_again(self, name: str) -> PlayedSidecar:
+    def run_again(self, name: str) -> ServedSidecar:
         """Start the sidecar of a running pod at its address, with what a new process of the pod knows."""
         pod = self.plane.request("GET", f"/api/v1/namespaces/{self.namespace}/pods/{name}")
         start = self._start(pod, pod["metadata"]["labels"], pod["status"]["podIP"])
@@ -194,14 +194,14 @@ class PlayedKubelet:
         found = self.plane.request("GET", f"/api/v1/namespaces/{self.namespace}/pods")
         return list(found["items"])
 
-    async def _start(self, pod: Any, marks: dict[str, str], address: str) -> PlayedSidecar:
+    async def _start(self, pod: Any, marks: dict[str, str], address: str) -> ServedSidecar:
         [container] = [c for c in pod["spec"]["initContainers"] if c["name"] == SIDECAR_CONTAINER]
         environment = {e["name"]: e.get("value", "") for e in container["env"]}
         volume = next(v for v in pod["spec"]["volumes"] if v["name"] == "holdfast-certs")["secret"]
         path = f"/api/v1/namespaces/{self.namespace}/secrets/{volume['secretName']}"
         data = self.plane.request("GET", path)["data"]
         files = {i["path"]: base64.b64decode(data[i["key"]]).decode() for i in volume["items"]}
-        sidecar = PlayedSidecar(
+        sidecar = ServedSidecar(
             worker=Worker(int(marks[labels.WORKER])),
             pod=environment["HOLDFAST_POD_NAME"],
             round=RestartRound(int(environment["HOLDFAST_BIRTH_ROUND"])),

@@ -1,7 +1,6 @@
-"""Toy sidecars and the training that they coordinate, enough to make promises and keep them.
+"""The training that fake sidecars coordinate, enough to make promises and keep them.
 
-A toy sidecar seals, accepts ROUND messages and lists its inventory by the rules of docs/protocol.md. The
-gang trains one step a tick. A save takes one tick for each phase, so that a fault can hit between any two
+The gang trains one step a tick. A save takes one tick for each phase, so that a fault can hit between any two
 of them: shards, manifest at the coordinator, manifest at all members (local), copies (replicated), store
 (persisted). Names stand for bytes.
 """
@@ -10,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.support.operator.builders import held, manifest, manifest_digest, uncommitted
+from tests.support.operator.builders import manifest_digest
+from tests.support.operator.fake_sidecar import FakeSidecar, listed
 from tests.support.operator.progress import progress_of
 
-from holdfast_core.errors import StaleRoundError
-from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import (
     CheckpointId,
     Level,
@@ -23,119 +21,16 @@ from holdfast_core.ids import (
     Step,
     TierName,
     Worker,
-    is_spare,
 )
 from holdfast_core.messages.schema import (
     CHECKPOINT_MISSING,
     CoordinatorState,
     DeadRank,
     Failure,
-    FinishCommit,
     ListedManifest,
-    ListedShard,
     RestorePoint,
     Round,
 )
-from holdfast_operator.model.job import InventoryView, ManifestView
-
-
-@dataclass(slots=True)
-class ToySidecar:
-    """The disk of one pod and the round for which its sidecar is sealed.
-
-    A spare becomes the worker that ROUND names.
-    """
-
-    worker: Worker
-    pod: str
-    round: RestartRound
-    has_launcher: bool = True
-    message: Round | None = None
-    manifests: dict[CheckpointId, ManifestView] = field(default_factory=dict)
-    shards: dict[tuple[CheckpointId, Rank], ListedShard] = field(default_factory=dict)
-    saved: dict[CheckpointId, int] = field(default_factory=dict)
-    """Number of ranks that saved each checkpoint of which this worker wrote its own shard."""
-    stored: tuple[ListedManifest, ...] | None = None
-    """What it has found in the object store for the round for which it is sealed."""
-    _inventory: InventoryView | None = None
-    _inventory_of: tuple[object, ...] = ()
-    """What the kept inventory was made of. Nothing is deleted from the disk, so that lengths suffice."""
-
-    def seal(self, round_: RestartRound) -> InventoryView:
-        if round_ < self.round:
-            raise StaleRoundError(f"seal {round_}, own {self.round}", own_round=self.round)
-        if round_ > self.round:
-            self.stored = None
-        self.round = round_
-        return self.inventory()
-
-    def look_in_store(self, store: ToyStore) -> InventoryView:
-        if not store.away:
-            self.stored = tuple(
-                ListedManifest(id_.step, id_.round, info.manifest, info.world_size)
-                for id_, info in store.checkpoints.items()
-            )
-        return self.inventory()
-
-    def take_round(self, message: Round) -> InventoryView:
-        own = (self.round, self.version)
-        if message.round != self.round or message.version <= self.version:
-            raise StaleRoundError(
-                f"ROUND {message.round}.{message.version}, own {own}",
-                own_round=self.round,
-                own_version=self.version,
-            )
-        named = next((m.worker for m in message.members if m.pod == self.pod), self.worker)
-        if not is_spare(self.worker):
-            assert named == self.worker, f"{self.pod} is worker {self.worker}, not {named}"
-        self.worker = named
-        self.message = message
-        self.stored = None
-        return self.inventory()
-
-    def finish_commit(self, message: FinishCommit) -> InventoryView:
-        if (message.round, 0) != (self.round, self.version):
-            raise StaleRoundError(f"finish {message.round}, own {self.round}", own_round=self.round)
-        found = parse_manifest(message.manifest.encode())
-        id_ = CheckpointId(message.step, message.saved_in)
-        assert (found.checkpoint, found.world_size) == (id_, self.saved[id_])
-        assert (id_, Rank(self.worker)) in self.shards
-        self.manifests[id_] = manifest(id_.step, id_.round, found.world_size)
-        return self.inventory()
-
-    @property
-    def version(self) -> int:
-        """Version of the newest ROUND of the sealed round; 0 if there is none."""
-        if self.message is None or self.message.round != self.round:
-            return 0
-        return self.message.version
-
-    def inventory(self) -> InventoryView:
-        state = (self.round, self.version, self.worker, self.has_launcher)
-        lengths = (len(self.manifests), len(self.shards), len(self.saved))
-        made_of = (*state, *lengths, -1 if self.stored is None else len(self.stored))
-        if self._inventory is None or self._inventory_of != made_of:
-            self._inventory, self._inventory_of = self._list(), made_of
-        return self._inventory
-
-    def _list(self) -> InventoryView:
-        return InventoryView(
-            round=self.round,
-            version=self.version,
-            worker=self.worker,
-            launcher=self.has_launcher,
-            manifests=tuple(self.manifests.values()),
-            shards=tuple(self.shards.values()),
-            uncommitted=tuple(
-                uncommitted(id_.step, id_.round, self.worker, size)
-                for id_, size in self.saved.items()
-                if id_ not in self.manifests and (id_, Rank(self.worker)) in self.shards
-            ),
-            stored=self.stored,
-        )
-
-    def keep(self, id_: CheckpointId, rank: Rank) -> None:
-        self.shards[(id_, rank)] = held(id_.step, id_.round, rank, TierName.NODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +46,7 @@ class Promise:
 class ToyStore:
     """Object store, which loses nothing."""
 
-    checkpoints: dict[CheckpointId, ManifestView] = field(default_factory=dict)
+    checkpoints: dict[CheckpointId, ListedManifest] = field(default_factory=dict)
     away: bool = False
     """Whether the store does not answer. The gang then gives up an upload immediately."""
 
@@ -253,7 +148,7 @@ class ToyGang:
     """Whether ranks wait for a lost peer without an error, because a machine without power closes no
     connection."""
 
-    def tick(self, sidecars: dict[str, ToySidecar]) -> None:
+    def tick(self, sidecars: dict[str, FakeSidecar]) -> None:
         """Advance training by one second. `sidecars` holds the sidecars of running pods by pod name."""
         newest = max((s.round for s in sidecars.values()), default=None)
         message = next(
@@ -279,7 +174,7 @@ class ToyGang:
             self._start(message)
         self._advance(message, present, sidecars)
 
-    def _rank_loss(self, message: Round, gang: list[ToySidecar | None]) -> None:
+    def _rank_loss(self, message: Round, gang: list[FakeSidecar | None]) -> None:
         """Report a dead rank on a member that is left, because its collectives fail without the lost peer."""
         run = self.run
         if run is None or run.round != message.round or run.dead or run.finished:
@@ -305,7 +200,7 @@ class ToyGang:
         )
 
     def _advance(
-        self, message: Round, present: list[ToySidecar], sidecars: dict[str, ToySidecar]
+        self, message: Round, present: list[FakeSidecar], sidecars: dict[str, FakeSidecar]
     ) -> None:
         run = self.run
         if run is not None and run.is_over and (run.dead or run.saving is None):
@@ -332,7 +227,7 @@ class ToyGang:
             run.saving = (CheckpointId(run.step, run.round), 0)
             run.stopped = run.stop_asked
 
-    def _persist_last(self, run: ToyRun, message: Round, present: list[ToySidecar]) -> None:
+    def _persist_last(self, run: ToyRun, message: Round, present: list[FakeSidecar]) -> None:
         """Persist the newest committed step, or the restore point if the round has committed none."""
         id_ = run.last.get(Level.LOCAL) or run.restored
         if id_ is None or id_ in self.store.checkpoints or self.store.away:
@@ -342,11 +237,11 @@ class ToyGang:
             return
         if run.persist_every is None or not all(id_ in s.manifests for s in present):
             return
-        self.store.checkpoints[id_] = manifest(id_.step, id_.round, message.workers)
+        self.store.checkpoints[id_] = listed(id_, message.workers)
         self._promise(run, id_, Level.PERSISTED, present)
         run.version += 1
 
-    def _restore(self, run: ToyRun, message: Round, present: list[ToySidecar]) -> None:
+    def _restore(self, run: ToyRun, message: Round, present: list[FakeSidecar]) -> None:
         """Restore the ranks. A restore that fails is tried again with the next tick, as sidecars do."""
         point = message.restore_point
         if run.cannot_restore:
@@ -404,12 +299,12 @@ class ToyGang:
         self,
         run: ToyRun,
         message: Round,
-        present: list[ToySidecar],
-        sidecars: dict[str, ToySidecar],
+        present: list[FakeSidecar],
+        sidecars: dict[str, FakeSidecar],
     ) -> None:
         assert run.saving is not None
         id_, phase = run.saving
-        info = manifest(id_.step, id_.round, message.workers)
+        info = listed(id_, message.workers)
         if phase == 0:
             for worker, sidecar in enumerate(present):
                 sidecar.keep(id_, Rank(worker))
@@ -442,7 +337,7 @@ class ToyGang:
         return id_.step % run.persist_every == 0 or id_.step >= run.total or run.stopped
 
     def _promise(
-        self, run: ToyRun, id_: CheckpointId, level: Level, present: list[ToySidecar]
+        self, run: ToyRun, id_: CheckpointId, level: Level, present: list[FakeSidecar]
     ) -> None:
         run.last[level] = id_
         self.promises.append(Promise(id_, level, frozenset(s.pod for s in present)))

@@ -1,4 +1,4 @@
-"""Calls to the toy sidecars of a FakeCluster.
+"""Calls to the sidecars of a FakeCluster.
 
 They do immediately what `sidecars.calls.Sidecars` does over the network. A `Trouble` can lose replies. What
 is recorded of a sidecar is lost with the operator process.
@@ -10,16 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
+from tests.support.operator.builders import manifest
 from tests.support.operator.fake_cluster import FakeCluster
-from tests.support.operator.toy_gang import ToySidecar
+from tests.support.operator.fake_sidecar import FakeSidecar
 
-from holdfast_core.errors import StaleRoundError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     FinishCommit,
     GangRequest,
+    Inventory,
     Prune,
+    Refused,
     Seal,
 )
 from holdfast_operator.model.actions import Call, CallPath, OutgoingRound
@@ -51,6 +53,8 @@ class _Known:
 
     pod: PodView
     inventory: InventoryView | None = None
+    made_of: tuple[object, ...] = ()
+    """What `inventory` was made of. Nothing is deleted from the disk of a FakeCluster, so lengths suffice."""
     acked: AckedRound | None = None
     reachable: Reachable = Reachable.UNKNOWN
     unreachable_since: float | None = None
@@ -125,7 +129,7 @@ class ToyLink(Sidecars):
             known.pod = pod
             sidecar = self._answering(known)
             if sidecar is not None:
-                self._update_sidecar(known, sidecar.inventory())
+                self._update_sidecar(known, sidecar)
         named = [p for p in present.values() if p.worker == coordinator]
         for pod in named:
             self._read_state(job, pod, round_, ranks)
@@ -168,31 +172,29 @@ class ToyLink(Sidecars):
         return False
 
     def _deliver(
-        self, known: _Known, sidecar: ToySidecar, message: Seal | FinishCommit | OutgoingRound
+        self, known: _Known, sidecar: FakeSidecar, message: Seal | FinishCommit | OutgoingRound
     ) -> None:
+        store = self._cluster.store
         acked = None
-        try:
-            match message:
-                case Seal(round=round_):
-                    inventory = sidecar.seal(round_)
-                    if message.look_in_store:
-                        inventory = sidecar.look_in_store(self._cluster.store)
-                case FinishCommit():
-                    inventory = sidecar.finish_commit(message)
+        match message:
+            case Seal(round=round_):
+                looks = message.look_in_store and not store.away
+                reply = sidecar.seal(round_, tuple(store.checkpoints.values()) if looks else None)
+            case FinishCommit():
+                reply = sidecar.finish_commit(message)
+                if isinstance(reply, Inventory):
                     made = CheckpointId(message.step, message.saved_in)
                     self._cluster.gang.manifests_made.add(made)
-                case OutgoingRound(message=of):
-                    inventory = sidecar.take_round(of)
-                    restarts = known.pod.sidecar_restarts
-                    acked = AckedRound(of.round, of.version, message.digest, restarts)
-        except StaleRoundError:
-            inventory = sidecar.inventory()
-            if isinstance(message, OutgoingRound):
-                self._update_sidecar(known, inventory)
-                return
+            case OutgoingRound(message=of):
+                reply = sidecar.take_round(of)
+                if isinstance(reply, Refused):
+                    self._update_sidecar(known, sidecar)
+                    return
+                restarts = known.pod.sidecar_restarts
+                acked = AckedRound(of.round, of.version, message.digest, restarts)
         if self.trouble.strikes(self.trouble.lost_reply):
             return
-        self._update_sidecar(known, inventory)
+        self._update_sidecar(known, sidecar)
         known.acked = acked or known.acked
 
     def _request(self, uid: JobUid, call: Call, message: GangRequest) -> None:
@@ -218,11 +220,11 @@ class ToyLink(Sidecars):
     def _of(self, uid: JobUid) -> _Followed:
         return self._followed.setdefault(uid, _Followed())
 
-    def _named(self, uid: JobUid, pod: str) -> ToySidecar | None:
+    def _named(self, uid: JobUid, pod: str) -> FakeSidecar | None:
         known = next((k for k in self._of(uid).pods.values() if k.pod.name == pod), None)
         return None if known is None else self._cluster.reachable(known.pod)
 
-    def _answering(self, known: _Known) -> ToySidecar | None:
+    def _answering(self, known: _Known) -> FakeSidecar | None:
         sidecar = self._cluster.reachable(known.pod)
         if sidecar is not None and not self.trouble.strikes(self.trouble.lost_reply):
             return sidecar
@@ -232,8 +234,11 @@ class ToyLink(Sidecars):
             known.unreachable_because = f"sidecar of pod {known.pod.name}: connection timed out"
         return None
 
-    def _update_sidecar(self, known: _Known, inventory: InventoryView) -> None:
-        known.inventory = inventory
+    def _update_sidecar(self, known: _Known, sidecar: FakeSidecar) -> None:
+        state = (sidecar.round, sidecar.version, sidecar.worker, sidecar.launcher, sidecar.stored)
+        made_of = (*state, len(sidecar.manifests), len(sidecar.shards), len(sidecar.saved))
+        if known.inventory is None or known.made_of != made_of:
+            known.inventory, known.made_of = _inventory_view(sidecar.inventory()), made_of
         known.reachable = Reachable.YES
         known.unreachable_since = None
         known.unreachable_because = ""
@@ -251,4 +256,17 @@ def _view(known: _Known) -> SidecarView:
         unreachable_since=known.unreachable_since,
         unreachable_because=known.unreachable_because,
         answered_at=known.answered_at,
+    )
+
+
+def _inventory_view(inventory: Inventory) -> InventoryView:
+    return InventoryView(
+        round=inventory.round,
+        version=inventory.version,
+        worker=inventory.worker,
+        launcher=inventory.launcher,
+        manifests=tuple(manifest(m.step, m.round, m.world_size) for m in inventory.manifests),
+        shards=inventory.shards,
+        uncommitted=inventory.uncommitted,
+        stored=inventory.stored,
     )

@@ -1,6 +1,6 @@
-"""Sidecar double with the control port, mutual TLS and a gang state that the test sets.
+"""Serves the sidecar of fake_sidecar.py over mutual TLS, with a gang state that the test sets.
 
-It serves the protocol on real sockets and stores nothing. `calls` holds the received messages.
+`calls` holds the received messages. Manifests are documents, which the operator fetches and verifies.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
+from tests.support.operator.fake_sidecar import FakeSidecar
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
-from holdfast_core.ids import Digest, RestartRound, Worker
+from holdfast_core.format.manifest import Manifest, manifest_digest
+from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     CoordinatorState,
@@ -23,14 +24,12 @@ from holdfast_core.messages.schema import (
     GangRequest,
     Inventory,
     ListedManifest,
-    ListedShard,
     Ok,
     Prune,
     Refusal,
     Refused,
     Round,
     Seal,
-    UncommittedShard,
 )
 from holdfast_core.net import load_leaf
 from holdfast_operator.sidecars.certificates import KeyPair
@@ -48,21 +47,30 @@ def server_context(authority: str, leaf: KeyPair) -> ssl.SSLContext:
     return context
 
 
-@dataclass
-class PlayedSidecar:
-    """Sidecar of one pod.
+class Document(NamedTuple):
+    """A manifest as sidecars list it and as they send it."""
 
-    Tests set `state` and `stored` directly; `publish` also wakes a long poll.
+    listed: ListedManifest
+    content: bytes
+
+
+def document_of(manifest: Manifest) -> Document:
+    content = manifest.to_bytes()
+    digest = manifest_digest(content)
+    return Document(
+        ListedManifest(manifest.step, manifest.restart_round, digest, manifest.world_size), content
+    )
+
+
+@dataclass
+class ServedSidecar(FakeSidecar):
+    """Sidecar of one pod, with a port.
+
+    Tests set `state` directly; `publish` also wakes a long poll.
     """
 
-    worker: Worker
-    pod: str
-    round: RestartRound
-    version: int = 0
-    manifests: tuple[Manifest, ...] = ()
-    stored: tuple[ListedShard, ...] = ()
-    uncommitted: tuple[UncommittedShard, ...] = ()
-    launcher: bool = False
+    documents: dict[Digest, bytes] = field(default_factory=dict)
+    """The manifests that it can send."""
     state: CoordinatorState | None = None
     since: int = 0
     """The `since` of the latest poll."""
@@ -84,9 +92,8 @@ class PlayedSidecar:
     handshakes: int = 0
     """TLS handshakes that clients have begun."""
 
-    def __post_init__(self) -> None:
-        self._changed = asyncio.Event()
-        self._runner: web.AppRunner | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _runner: web.AppRunner | None = None
 
     async def start(self, address: str, port: int, authority: str, leaf: KeyPair) -> None:
         """Listen with the leaf certificate. `authority` is the PEM text of ca.crt."""
@@ -125,40 +132,24 @@ class PlayedSidecar:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    @property
-    def inventory(self) -> Inventory:
-        return Inventory(
-            worker=self.worker,
-            pod=self.pod,
-            round=self.round,
-            version=self.version,
-            manifests=tuple(
-                ListedManifest(m.step, m.restart_round, self.digest_of(m), m.world_size)
-                for m in self.manifests
-            ),
-            shards=self.stored,
-            uncommitted=self.uncommitted,
-            launcher=self.launcher,
-        )
+    def hold(self, *documents: Document) -> None:
+        """List these manifests and no others."""
+        self.manifests.clear()
+        for document in documents:
+            self.add(document)
 
-    def digest_of(self, manifest: Manifest) -> Digest:
-        return manifest_digest(manifest.to_bytes())
+    def add(self, document: Document) -> None:
+        listed, content = document
+        self.manifests[CheckpointId(listed.step, listed.round)] = listed
+        self.documents[listed.manifest] = content
 
     def read_round(self, body: bytes) -> Round:
         return loads(Round, body)
 
-    def _refuse(self, code: Refusal, text: str) -> web.Response:
-        return _json(Refused(code, text, self.round, self.version), 409)
-
     async def _seal(self, request: web.Request) -> web.Response:
         message = loads(Seal, await request.read())
         self.calls.append(("seal", message))
-        if message.round < self.round:
-            return self._refuse(Refusal.STALE_ROUND, "an older round")
-        if message.round > self.round:
-            self.round, self.version = message.round, 0
-        found = replace(self.inventory, stored=()) if message.look_in_store else self.inventory
-        return _json(found)
+        return _answer(self.seal(message.round, () if message.look_in_store else None))
 
     async def _round(self, request: web.Request) -> web.Response:
         message = self.read_round(await request.read())
@@ -167,40 +158,33 @@ class PlayedSidecar:
             self.cuts -= 1
             request.transport.abort()
             return web.Response()
-        if message.round > self.round:
-            return self._refuse(Refusal.NOT_SEALED, "not sealed for this round")
-        if (message.round, message.version) <= (self.round, self.version):
-            return self._refuse(Refusal.NOT_NEWER, "nothing newer")
-        self.version = message.version
-        self.rounds.append(message)
-        return _json(self.inventory)
+        reply = self.take_round(message)
+        if isinstance(reply, Inventory):
+            self.rounds.append(message)
+        return _answer(reply)
 
     async def _finish_commit(self, request: web.Request) -> web.Response:
         message = loads(FinishCommit, await request.read())
         self.calls.append(("finish-commit", message))
-        if (message.round, 0) != (self.round, self.version):
-            return self._refuse(Refusal.NOT_SEALED, "not between SEAL and ROUND")
-        self.manifests = (*self.manifests, parse_manifest(message.manifest.encode()))
-        self.uncommitted = ()
-        return _json(self.inventory)
+        return _answer(self.finish_commit(message))
 
     async def _inventory(self, request: web.Request) -> web.Response:
         self.calls.append(("inventory", None))
         if self.raw_inventory is not None:
             return web.Response(body=self.raw_inventory, content_type="application/json")
-        return _json(self.inventory)
+        return _answer(self.inventory())
 
     async def _manifest(self, request: web.Request) -> web.Response:
         self.calls.append(("manifest", int(request.query["step"])))
         if self.raw_manifest is not None:
             return web.Response(body=self.raw_manifest.encode())
-        wanted = (int(request.query["step"]), int(request.query["round"]))
+        wanted = Step(int(request.query["step"])), RestartRound(int(request.query["round"]))
         if wanted[0] in self.slow:
             await self.slow[wanted[0]].wait()
-        for manifest in self.manifests:
-            if (manifest.step, manifest.restart_round) == wanted and wanted[0] not in self.deleted:
-                return web.Response(body=manifest.to_bytes())
-        return self._refuse(Refusal.NOT_FOUND, "no such manifest")
+        listed = self.manifests.get(CheckpointId(*wanted))
+        if listed is None or wanted[0] in self.deleted:
+            return _answer(self.refuse(Refusal.NOT_FOUND, "manifest"))
+        return web.Response(body=self.documents[listed.manifest])
 
     async def _state(self, request: web.Request) -> web.Response:
         self.since = int(request.query["since"])
@@ -209,34 +193,35 @@ class PlayedSidecar:
             return web.Response(body=self.raw_state, content_type="application/json")
         state = self.state
         if self.refuses_state:
-            return self._refuse(Refusal.BUSY, self.refuses_state)
+            return _answer(self.refuse(Refusal.BUSY, self.refuses_state))
         if state is None:
-            return self._refuse(Refusal.NOT_COORDINATOR, "not the coordinator")
+            return _answer(self.refuse(Refusal.NOT_COORDINATOR, "not the coordinator"))
         if state.version <= self.since:
             try:
                 async with asyncio.timeout(float(request.query["timeout"])):
                     await self._changed.wait()
             except TimeoutError:
                 pass  # answer with the unchanged state
-        return _json(self.state)
+        return _answer(self.state)
 
     async def _prune(self, request: web.Request) -> web.Response:
         message = loads(Prune, await request.read())
         self.calls.append(("prune", message))
-        return _json(Ok(message.round))
+        return _answer(Ok(message.round))
 
     async def _ask(self, request: web.Request) -> web.Response:
         try:
             message = loads(GangRequest, await request.read())
         except FormatError as error:
-            return self._refuse(Refusal.BAD_REQUEST, str(error))
+            return _answer(self.refuse(Refusal.BAD_REQUEST, str(error)))
         kind = request.path.rpartition("/")[2]
         self.calls.append((kind, message))
         if kind == "save-now" and self.state is not None:
             tokens = (*self.state.save_tokens, message.token)
             self.publish(replace(self.state, version=self.state.version + 1, save_tokens=tokens))
-        return _json(Ok(self.round))
+        return _answer(Ok(self.round))
 
 
-def _json(message: Any, status: int = 200) -> web.Response:
+def _answer(message: Any) -> web.Response:
+    status = 409 if isinstance(message, Refused) else 200
     return web.Response(body=dumps(message), status=status, content_type="application/json")
