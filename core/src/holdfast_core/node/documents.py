@@ -21,7 +21,6 @@ killed in between leaves a layout too many, which a later process deletes.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -72,6 +71,7 @@ from holdfast_core.node.files import (
     TempFile,
     disk_errors,
     fsync_directory,
+    locked,
     make_directories,
     open_to_read,
     read_errors,
@@ -365,18 +365,6 @@ _Mark = tuple[int, int]
 _LOG = logging.getLogger(__name__)
 
 
-@contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Hold the lock of the layouts of the tier at `root`. Raises OSError."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(root / LOCK_FILE, flags, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def mark(path: Path) -> bool:
     """Mark a layout as about to be used. Return False if it does not exist. The caller holds the lock."""
     try:
@@ -454,7 +442,7 @@ class UnusedLayouts:
             if last != found or now - since < UNUSED_SECONDS:
                 self._seen[path] = found, since if last == found else now
                 continue
-            with locked(self._root):
+            with locked(self._root / LOCK_FILE):
                 if _mark_of(path) == found:
                     sys.audit("holdfast.node.before_layout_delete")
                     freed += path.lstat().st_size

@@ -101,6 +101,17 @@ def open_to_read(path: Path, *, follows_links: bool = False) -> int:
         return fd
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is created for it. The lock ends with the process. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o660)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class PoisonedError(TierError):
     """fsync or the read-back failed. The contents must be written again, to a new file.
 

@@ -39,10 +39,10 @@ from holdfast_core.ids import (
     ShardRef,
 )
 from holdfast_core.node.documents import (
+    LOCK_FILE,
     PodRecords,
     UnusedLayouts,
     list_manifests,
-    locked,
     manifest_path,
     mark,
     read_document,
@@ -57,6 +57,7 @@ from holdfast_core.node.files import (
     TempFile,
     disk_errors,
     fsync_directory,
+    locked,
 )
 from holdfast_core.node.scan import scan
 from holdfast_core.node.shard_file import (
@@ -325,7 +326,7 @@ class DiskNodeTier:
         self._expect_open()
         digest = digest_of(document)
         path = self._root / layout_key(digest)
-        with disk_errors(f"writing {path}"), locked(self._root):
+        with disk_errors(f"writing {path}"), locked(self._root / LOCK_FILE):
             mark(path)
             try:
                 self._put(path, document)
@@ -342,7 +343,7 @@ class DiskNodeTier:
             self.get_layout(digest)
         except (NotFoundError, CorruptionError):
             return False
-        with disk_errors(f"marking {path}"), locked(self._root):
+        with disk_errors(f"marking {path}"), locked(self._root / LOCK_FILE):
             return mark(path)
 
     def get_layout(self, digest: Digest) -> bytes:

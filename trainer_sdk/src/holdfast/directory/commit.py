@@ -14,9 +14,7 @@ it, or two processes at the same time.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator
@@ -48,7 +46,7 @@ from holdfast_core.ids import (
 from holdfast_core.messages import codec
 from holdfast_core.messages.schema import ReportedShard
 from holdfast_core.node.documents import read_document, replace_document
-from holdfast_core.node.files import disk_errors, fsync_directory, make_directories
+from holdfast_core.node.files import disk_errors, fsync_directory, locked, make_directories
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.retention import RetentionReason, superseded
 from holdfast_core.save.place import info_of
@@ -361,19 +359,12 @@ class Committer:
         return shard.entry(layout)
 
 
-@contextlib.contextmanager
-def one_at_a_time(root: Path) -> Iterator[None]:
-    """Hold the lock of the folder `root` under which processes commit and delete.
+def one_at_a_time(root: Path) -> contextlib.AbstractContextManager[None]:
+    """Return the lock of the folder `root` under which processes commit and delete.
 
     Otherwise a process could remove an empty directory into which another one is about to write.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(root / ".prune", flags, 0o660)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    return locked(root / ".prune")
 
 
 def delete_step(root: Path, step: Step, *, even_last: bool) -> bool:

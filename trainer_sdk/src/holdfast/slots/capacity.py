@@ -11,14 +11,13 @@ others. Then saves fail, or wait until an older checkpoint has been pruned.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.errors import CapacityError
 from holdfast_core.messages.schema import Policy
+from holdfast_core.node.files import locked
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LOCK = ".allocate"
@@ -138,16 +137,9 @@ def require_room(
     )
 
 
-@contextlib.contextmanager
-def allocation_lock(directory: Path) -> Iterator[None]:
-    """Hold the lock under which one rank at a time checks the room and creates its slots."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(directory / _LOCK, flags, 0o660)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+def allocation_lock(directory: Path) -> contextlib.AbstractContextManager[None]:
+    """Return the lock under which one rank at a time checks the room and creates its slots."""
+    return locked(directory / _LOCK)
 
 
 def _read_int(path: Path) -> int | None:
