@@ -123,7 +123,7 @@ OF_NODE = (
         original='                sys.audit("holdfast.node.before_tombstone")\n                path.unlink()',
         replacement=(
             "                for entry in self._index.of_checkpoint(job_uid, checkpoint):\n"
-            "                    self.delete_shard(entry.record.ref)\n"
+            "                    self.delete_shard(ref)\n"
             '                sys.audit("holdfast.node.before_tombstone")\n                path.unlink()'
         ),
         loses="A kill during the deletion leaves a manifest whose shards are gone.",

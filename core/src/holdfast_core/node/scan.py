@@ -25,14 +25,6 @@ from holdfast_core.shards.file import ShardRecord
 
 
 @dataclass(frozen=True, slots=True)
-class FoundShard:
-    """A shard file whose head, trailer, length and name match."""
-
-    path: Path
-    record: ShardRecord
-
-
-@dataclass(frozen=True, slots=True)
 class TornShard:
     """A shard file that is damaged or misplaced."""
 
@@ -44,7 +36,8 @@ class TornShard:
 class ScanResult:
     """Result of `scan`."""
 
-    shards: tuple[FoundShard, ...]
+    shards: tuple[ShardRecord, ...]
+    """The shard files whose head, trailer, length and name match."""
     torn: tuple[TornShard, ...]
     removed_temporaries: int
     skipped: tuple[str, ...]
@@ -66,7 +59,7 @@ def scan(root: Path, buffers: BufferPool, *, read_only: bool = False) -> ScanRes
         buffers: Pool of the read buffers.
         read_only: Change nothing on the disk and call no fsync.
     """
-    shards: list[FoundShard] = []
+    shards: list[ShardRecord] = []
     torn: list[TornShard] = []
     skipped: list[str] = []
     removed = 0
@@ -87,7 +80,7 @@ def scan(root: Path, buffers: BufferPool, *, read_only: bool = False) -> ScanRes
             if parts[0] in RESERVED or not parts[-1].endswith(".shard"):
                 other_bytes += size
                 continue
-            shards.append(FoundShard(path, read_shard(root, path, buffers)))
+            shards.append(read_shard(root, path, buffers))
         except FileNotFoundError:
             continue  # another process has pruned it
         except FormatError as error:

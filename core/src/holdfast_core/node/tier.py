@@ -73,7 +73,6 @@ from holdfast_core.node.volume import (
     QUARANTINE,
     SPARE,
     VOLUME_ADVICE,
-    IndexEntry,
     NodeIndex,
     UnreadableShards,
     Volume,
@@ -169,8 +168,8 @@ class DiskNodeTier:
             found = scan(self._root, self.buffers, read_only=self._read_only)
             spare_bytes = volume.spares.count()
         for shard in found.shards:
-            self._index.add(IndexEntry(shard.record, shard.path))
-            volume.budget.add(shard.record.file_bytes)
+            self._index.add(shard)
+            volume.budget.add(shard.file_bytes)
         volume.budget.add(found.other_bytes - spare_bytes)
         for bad in found.torn:
             volume.budget.add(bad.path.lstat().st_size)
@@ -212,8 +211,7 @@ class DiskNodeTier:
 
     def find(self, ref: ShardRef) -> ShardRecord | None:
         """See NodeTier. A shard that cannot be read is not found for a minute, so that others are used."""
-        entry = self._index.find(ref)
-        return None if entry is None or self._unreadable.why(ref) else entry.record
+        return None if self._unreadable.why(ref) else self._index.find(ref)
 
     def look_up(self, ref: ShardRef) -> ShardRecord | None:
         """Like `find`, but also look on the disk for a shard that another process wrote since `open`.
@@ -222,21 +220,9 @@ class DiskNodeTier:
         Raises CorruptionError, FormatError.
         """
         self._expect_open()
-        found = self.find(ref)
-        if found is not None:
-            return found
         if (unreadable := self._unreadable.why(ref)) is not None:
             raise unreadable
-        path = self.shard_path(ref)
-        try:
-            record = read_shard(self._root, path, self.buffers)
-        except FileNotFoundError:
-            return None
-        if record.ref != ref:
-            raise CorruptionError(f"{path}: expected {ref}, found {record.ref}")
-        if self._index.add(IndexEntry(record, path)):
-            self.volume.budget.add(record.file_bytes)
-        return record
+        return self._indexed(ref)
 
     def shard_path(self, ref: ShardRef) -> Path:
         return shard_path(self._root, ref)
@@ -246,11 +232,10 @@ class DiskNodeTier:
 
     def open_shard(self, ref: ShardRef) -> DiskShardReader:
         self._expect_open()
-        entry = self._index.find(ref)
-        if entry is None:
+        if self._indexed(ref) is None:
             raise NotFoundError(f"shard of {ref}: not in the {self._name} {self._root}")
         try:
-            return DiskShardReader.open(entry.path, ref, self.buffers)
+            return DiskShardReader.open(self.shard_path(ref), ref, self.buffers)
         except NotFoundError:
             self._forget(ref)
             raise
@@ -258,15 +243,14 @@ class DiskNodeTier:
     def delete_shard(self, ref: ShardRef) -> None:
         """Delete the shard durably, and keep its file for a later write. An absent shard is not an error."""
         self._expect_open()
-        entry = self._index.find(ref)
-        if entry is None:
+        if self._index.find(ref) is None:
             return
-        volume = self.volume
+        volume, path = self.volume, self.shard_path(ref)
         # FileNotFoundError: another program removed the directory.
-        with disk_errors(f"deleting shard {entry.path}"), suppress(FileNotFoundError):
-            volume.spares.put_aside(entry.path)
+        with disk_errors(f"deleting shard {path}"), suppress(FileNotFoundError):
+            volume.spares.put_aside(path)
         self._forget(ref)
-        volume.directories.remove_if_empty(entry.path.parent)
+        volume.directories.remove_if_empty(path.parent)
         # A rank writes one shard at a time, so that more spare files than ranks would never be taken.
         with disk_errors(f"listing the spare files of {self._root}"):
             volume.spares.trim(len(self._index.ranks()))
@@ -277,9 +261,8 @@ class DiskNodeTier:
         if isinstance(damage, UnreadableError):
             self._unreadable.note(ref, damage)
             return
-        entry = self._index.remove(ref)
-        if entry is not None and not self._read_only:
-            self.volume.quarantine(entry.path, str(damage))
+        if self._index.remove(ref) is not None and not self._read_only:
+            self.volume.quarantine(self.shard_path(ref), str(damage))
 
     def quarantine_manifest(
         self, job_uid: JobUid, checkpoint: CheckpointId, damage: CorruptionError
@@ -374,9 +357,9 @@ class DiskNodeTier:
             except FileNotFoundError:
                 pass  # an earlier delete may have been interrupted after the manifest
             sys.audit("holdfast.node.after_tombstone")
-            for entry in self._index.of_checkpoint(job_uid, checkpoint):
+            for ref in self._index.of_checkpoint(job_uid, checkpoint):
                 sys.audit("holdfast.node.before_delete")
-                self.delete_shard(entry.record.ref)
+                self.delete_shard(ref)
             if path.parent.is_dir():
                 self.volume.directories.remove_if_empty(path.parent)
         known = {record.header.layout for record in self._index.records()}
@@ -401,9 +384,27 @@ class DiskNodeTier:
                 self.volume.budget.add(size)
 
     def _forget(self, ref: ShardRef) -> None:
-        entry = self._index.remove(ref)
-        if entry is not None:
-            self.volume.budget.add(-entry.record.file_bytes)
+        record = self._index.remove(ref)
+        if record is not None:
+            self.volume.budget.add(-record.file_bytes)
+
+    def _indexed(self, ref: ShardRef) -> ShardRecord | None:
+        """Return a shard that this process knows, or that another one wrote since `open`.
+
+        Raises UnreadableError, CorruptionError, FormatError.
+        """
+        if (known := self._index.find(ref)) is not None:
+            return known
+        path = self.shard_path(ref)
+        try:
+            record = read_shard(self._root, path, self.buffers)
+        except FileNotFoundError:
+            return None
+        if record.ref != ref:
+            raise CorruptionError(f"{path}: expected {ref}, found {record.ref}")
+        if self._index.add(record):
+            self.volume.budget.add(record.file_bytes)
+        return record
 
     def _expect_open(self) -> None:
         if not self._opened:
@@ -470,8 +471,8 @@ class ShardWrites:
         The source is digested and compared, not written again. Raises AlreadyExistsError if the tier
         holds only other payloads with this identity.
         """
-        entries = self._index.same_identity(header)
-        if not entries:
+        known = self._index.same_identity(header)
+        if not known:
             return None
         digester = PayloadDigester(header)
         with self._buffers.take() as buffer:
@@ -480,12 +481,11 @@ class ShardWrites:
                 source.read_into(offset, view)
                 digester.update(view)
         record, _ = digester.finish()
-        for entry in entries:
-            if entry.record == record:
-                return record
+        if record in known:
+            return record
         raise AlreadyExistsError(
             f"shard of rank {header.rank} step {header.step} round {header.round}: the tier has "
-            f"payload {entries[0].record.blake3}, refused to write another payload {record.blake3}"
+            f"payload {known[0].blake3}, refused to write another payload {record.blake3}"
         )
 
     def _twice(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
@@ -544,7 +544,7 @@ class ShardWrites:
             volume.quarantine(path, f"{path}: expected a file, found a directory")
         temp.publish(path)
         self._unreadable.forget(record.ref)
-        if self._index.add(IndexEntry(record, path)):
+        if self._index.add(record):
             volume.budget.add(record.file_bytes)
 
 

@@ -32,7 +32,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.errors import CapacityError, CorruptionError, UnreadableError
@@ -54,68 +53,57 @@ _UNREADABLE_SECONDS = 60.0
 """Time for which other copies are used instead of a shard that could not be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """A shard on the disk."""
-
-    record: ShardRecord
-    path: Path
-
-
 class NodeIndex:
     """Index of the shards on the disk. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[ShardRef, IndexEntry] = {}
+        self._shards: dict[ShardRef, ShardRecord] = {}
 
-    def add(self, entry: IndexEntry) -> bool:
-        """Add or replace an entry. Return False if the shard was in the index already."""
+    def add(self, record: ShardRecord) -> bool:
+        """Add or replace a shard. Return False if it was in the index already."""
         with self._lock:
-            known = entry.record.ref in self._entries
-            self._entries[entry.record.ref] = entry
+            known = record.ref in self._shards
+            self._shards[record.ref] = record
             return not known
 
-    def remove(self, ref: ShardRef) -> IndexEntry | None:
+    def remove(self, ref: ShardRef) -> ShardRecord | None:
         with self._lock:
-            return self._entries.pop(ref, None)
+            return self._shards.pop(ref, None)
 
-    def find(self, ref: ShardRef) -> IndexEntry | None:
+    def find(self, ref: ShardRef) -> ShardRecord | None:
         with self._lock:
-            return self._entries.get(ref)
+            return self._shards.get(ref)
 
-    def same_identity(self, header: ShardHeader) -> tuple[IndexEntry, ...]:
+    def same_identity(self, header: ShardHeader) -> tuple[ShardRecord, ...]:
         """Return the shards with this (job, step, round, rank) and any payload."""
         wanted = (header.job_uid, header.step, header.round, header.rank)
         with self._lock:
             return tuple(
-                entry
-                for ref, entry in self._entries.items()
+                record
+                for ref, record in self._shards.items()
                 if (ref.job_uid, ref.step, ref.round, ref.rank) == wanted
             )
 
-    def of_checkpoint(self, job_uid: JobUid, checkpoint: CheckpointId) -> tuple[IndexEntry, ...]:
+    def of_checkpoint(self, job_uid: JobUid, checkpoint: CheckpointId) -> tuple[ShardRef, ...]:
         with self._lock:
             return tuple(
-                entry
-                for ref, entry in self._entries.items()
-                if ref.job_uid == job_uid and entry.record.checkpoint == checkpoint
+                ref
+                for ref in self._shards
+                if ref.job_uid == job_uid and ref.checkpoint == checkpoint
             )
 
     def ranks(self) -> frozenset[tuple[JobUid, Rank]]:
         """Return the ranks of which at least one shard is here."""
         with self._lock:
-            return frozenset((ref.job_uid, ref.rank) for ref in self._entries)
+            return frozenset((ref.job_uid, ref.rank) for ref in self._shards)
 
     def records(self) -> tuple[ShardRecord, ...]:
         """Return all records in order of job, step, round and rank."""
         with self._lock:
-            entries = tuple(self._entries.values())
+            records = tuple(self._shards.values())
         return tuple(
-            sorted(
-                (entry.record for entry in entries),
-                key=lambda r: (r.header.job_uid, r.checkpoint, r.header.rank, r.blake3),
-            )
+            sorted(records, key=lambda r: (r.header.job_uid, r.checkpoint, r.header.rank, r.blake3))
         )
 
 

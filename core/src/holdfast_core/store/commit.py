@@ -286,22 +286,22 @@ class ShardUploader:
     ) -> list[SharedChunks]:
         """Compare the shard with those of the other ranks in its group, by their chunk tables.
 
-        A table is read from this node if it has a copy of the shard, else fetched. One table at a time is
-        in memory.
+        A table is read from this node, else fetched. One table at a time is in memory.
         """
         own = trailer.record.header.rank
         refs = [manifest.ref(rank) for rank in group if rank != own]
-        here = [ref for ref in refs if self._node.find(ref) is not None]
-        found: list[SharedChunks] = []
-        for ref in here:
+        found, missing = list[SharedChunks](), list[ShardRef]()
+        for ref in refs:
             try:
                 with self._node.open_shard(ref) as reader:
                     other = Trailer(reader.record, reader.table)
+            except NotFoundError:
+                missing.append(ref)
             except (HoldfastError, OSError) as error:
                 logger.warning("reading the chunk table of %s failed: %s", ref, error)
+                missing.append(ref)
             else:
                 found.append(shared_with(trailer, group, other))
-        missing = [ref for ref in refs if ref not in here]
         found += (shared_with(trailer, group, other) for other in self._other_tables(missing))
         return found
 

@@ -163,9 +163,17 @@ def open_in_folder(tier: DiskNodeTier, ref: ShardRef) -> ShardSource:
 
     Raises NotFoundError, CorruptionError.
     """
-    if tier.look_up(ref) is None:
-        raise NotFoundError(f"shard of {ref}: no file {tier.shard_path(ref)}")
+    tier.look_up(ref)  # raises for a shard that could not be read in the last minute
     return ReaderSource(tier.open_shard(ref))
+
+
+def has_shard(tier: DiskNodeTier, ref: ShardRef) -> bool:
+    """Return whether the folder has a shard. One that cannot be used is read from the store."""
+    try:
+        return tier.look_up(ref) is not None
+    except FormatError as error:
+        logger.warning("%s; it is read from the store", error)
+        return False
 
 
 def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: FolderStore) -> ChosenCheckpoint:
@@ -175,7 +183,7 @@ def load_from(tier: DiskNodeTier, checkpoint: CheckpointId, store: FolderStore) 
     except _CANNOT_BE_RESTORED as error:
         here = error
     try:
-        return store.load(checkpoint, lambda ref: _has(tier, ref))
+        return store.load(checkpoint, lambda ref: has_shard(tier, ref))
     except _CANNOT_BE_RESTORED as error:
         text = f"{here}; in {store.url}: {error}"
         unreadable = [e for e in (here, error) if isinstance(e, UnreadableError)]
@@ -267,13 +275,6 @@ def _may_pass(failed: Mapping[CheckpointId, HoldfastError]) -> bool:
 
 def _stored(store: FolderStore | None) -> frozenset[CheckpointId]:
     return frozenset() if store is None else store.checkpoints()
-
-
-def _has(tier: DiskNodeTier, ref: ShardRef) -> bool:
-    try:
-        return tier.look_up(ref) is not None
-    except FormatError:
-        return False
 
 
 def _newest_first(checkpoints: Iterable[CheckpointId]) -> list[CheckpointId]:

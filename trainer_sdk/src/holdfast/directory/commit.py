@@ -340,13 +340,11 @@ class Committer:
         """
         shard, layout = reported.shard, reported.layout
         ref = ShardRef(JOB_UID, reported.step, reported.round, shard.rank, shard.blake3)
-        found = self.tier.look_up(ref)
-        if found is not None:
-            self.tier.open_shard(ref).close()  # the tier's index may be out of date
-        if layout is None or found is None or info_of(found) != shard:
+        with self.tier.open_shard(ref) as reader:  # the tier's index may be out of date
+            found = reader.record
+        if layout is None or info_of(found) != shard:
             raise NotFoundError(
-                f"the record of rank {shard.rank} names {shard}, but the folder has "
-                f"{found or 'no such shard'}"
+                f"the record of rank {shard.rank} names {shard}, but the folder has {found}"
             )
         header = found.header
         if (header.layout, header.world_size) != (layout.layout, world_size):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from holdfast.directory.choice import NAMESPACE, open_in_folder, read_patiently
+from holdfast.directory.choice import NAMESPACE, has_shard, open_in_folder, read_patiently
 from holdfast.directory.open_folder import OpenFolder
 from holdfast_core.errors import (
     CapacityError,
@@ -82,7 +82,7 @@ class ShardFetcher:
             RefusedError: The folder cannot be written.
         """
         store, folder = self.store, self._folder
-        if store is None or folder is None or self._is_here(ref):
+        if store is None or folder is None or has_shard(self.tier, ref):
             return
         if folder.options.read_only:
             raise RefusedError(
@@ -121,13 +121,6 @@ class ShardFetcher:
                     "%s; the layout is read from the store again when it is needed", error
                 )
         return document
-
-    def _is_here(self, ref: ShardRef) -> bool:
-        try:
-            return self.tier.look_up(ref) is not None
-        except FormatError as error:
-            logger.warning("%s; it is read from the store", error)
-            return False
 
 
 @dataclass(frozen=True, slots=True)

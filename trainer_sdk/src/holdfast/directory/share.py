@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from holdfast.directory.choice import JOB_UID, NAMESPACE
@@ -25,11 +24,8 @@ from holdfast_core.errors import (
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Rank, ShardRef
 from holdfast_core.messages.schema import PersistRequest, ReportedShard, ShardInfo
-from holdfast_core.shards.file import Trailer
 from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.tier import ObjectTier
-
-logger = logging.getLogger(__name__)
 
 _UNREAD_ATTEMPTS = 5
 """Uploads of a shard that fail because the disk does not return it, after which newer steps are uploaded."""
@@ -126,8 +122,6 @@ class ShareUploader:
         shard = ReportedShard(ref.step, ref.round, info, None)
         failure = ""
         try:
-            if self._folder.tier.look_up(ref) is None:
-                raise NotFoundError(f"the folder has lost the shard {ref}")
             sys.audit("holdfast.uploads.before_shard")
             stored = self._shard_uploader(tier).upload(ref, request)
             sys.audit("holdfast.uploads.after_shard")
@@ -162,17 +156,5 @@ class ShareUploader:
 
     def _shard_uploader(self, tier: ObjectTier) -> ShardUploader:
         if self._uploader is None:
-            self._uploader = ShardUploader(
-                NAMESPACE, self._folder.tier, tier, own_ranks=1, other_tables=self._tables
-            )
+            self._uploader = ShardUploader(NAMESPACE, self._folder.tier, tier, own_ranks=1)
         return self._uploader
-
-    def _tables(self, refs: Sequence[ShardRef]) -> Iterator[Trailer]:
-        """Yield the chunk tables of shards that other persisters wrote after this one opened the folder."""
-        for ref in refs:
-            try:
-                if self._folder.tier.look_up(ref) is not None:
-                    with self._folder.tier.open_shard(ref) as reader:
-                        yield Trailer(reader.record, reader.table)
-            except (HoldfastError, OSError) as error:
-                logger.info("reading the chunk table of %s failed: %s", ref, error)

@@ -25,7 +25,7 @@ from holdfast.directory.commit import (
 from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.clock import SystemClock
 from holdfast_core.drill import DrillPlace
-from holdfast_core.errors import ConfigError, ForbiddenByStateError, NotFoundError
+from holdfast_core.errors import ConfigError, ForbiddenByStateError
 from holdfast_core.format import keys
 from holdfast_core.format.manifest import Manifest, ManifestShard, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName, age_of
@@ -324,8 +324,6 @@ class _DrilledFolder:
         return self
 
     def verify(self, ref: ShardRef, shard: ManifestShard) -> int:
-        if self.disk.look_up(ref) is None:
-            raise NotFoundError(f"shard of {ref}: no file {self.disk.shard_path(ref)}")
         with self.disk.open_shard(ref) as reader:
             check_source(reader.record, shard)
             reader.verify()
