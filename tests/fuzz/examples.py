@@ -31,7 +31,10 @@ def example(kind: Any, *, full: bool) -> Any:
         (member,) = (m for m in typing.get_args(kind) if m is not type(None))
         return example(member, full=full) if full else None
     if origin is tuple:
-        return (example(typing.get_args(kind)[0], full=full),) * 2 if full else ()
+        members = typing.get_args(kind)
+        if members[-1] is not Ellipsis:
+            return tuple(example(member, full=full) for member in members)
+        return (example(members[0], full=full),) * 2 if full else ()
     if origin is dict:
         key, item = typing.get_args(kind)
         return {example(key, full=full): example(item, full=full)} if full else {}

@@ -218,6 +218,9 @@ def _unbounded(found: Any) -> Iterator[Any]:
         case inspect.DataclassType() | inspect.NamedTupleType():
             for field in found.fields:
                 yield from _unbounded(field.type)
+        case inspect.TupleType():
+            for kind in found.item_types:
+                yield from _unbounded(kind)
         case inspect.VarTupleType(max_length=int()):
             yield from _unbounded(found.item_type)
         case inspect.DictType(max_length=int()):

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.ids import CheckpointId, RestartRound, Step, age_of
-from holdfast_core.messages.schema import PersistRequest, Reference, RestorePoint
-from holdfast_core.store.rules import MAX_WAITING, SELF_CONTAINED, StoredAs, UploadQueue
+from holdfast_core.messages.schema import PersistRequest, RestorePoint, StoredAs
+from holdfast_core.store.rules import MAX_WAITING, UploadQueue
 
 ROUND = RestartRound(2)
-REFERRING = StoredAs(Reference(Step(3), ROUND), (Reference(Step(3), ROUND, 9),))
+REFERRING = StoredAs(CheckpointId(Step(3), ROUND), ((CheckpointId(Step(3), ROUND), 9),))
 
 
 def at(step: int, round_: int = ROUND) -> CheckpointId:
@@ -67,12 +67,12 @@ def test_uploads_are_compared_with_the_newest_earlier_checkpoint_of_the_store() 
 
 
 def test_an_upload_with_references_does_not_count_after_the_request_for_whole_shards() -> None:
-    older = (Reference(Step(1), ROUND),)
+    older = (CheckpointId(Step(1), ROUND),)
     queue, _ = queue_of(5, 6).requested(ROUND, RestorePoint(Step(3), ROUND), older, compress=True)
     assert queue.counts(at(5), REFERRING)
     whole = queue.requested_whole()
     assert whole.request == PersistRequest(ROUND, Step(5), ROUND, whole=True)
     assert not whole.counts(at(5), REFERRING)
-    assert whole.counts(at(5), SELF_CONTAINED)
+    assert whole.counts(at(5), StoredAs())
     assert whole.counts(at(6), REFERRING), "the request is for the first checkpoint only"
     assert whole.without(at(5)).counts(at(5), REFERRING)

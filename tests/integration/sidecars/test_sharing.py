@@ -32,14 +32,13 @@ from holdfast_core.ids import ByteRange, CheckpointId, Digest, Rank, RestartRoun
 from holdfast_core.messages.schema import (
     Member,
     PersistRequest,
-    Reference,
     RestorePoint,
+    StoredAs,
 )
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import CHUNK_BYTES, Trailer
 from holdfast_core.shards.pack import PackIndex
 from holdfast_core.store.commit import ShardUploader
-from holdfast_core.store.rules import StoredAs
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.save.incoming import OtherTables
 
@@ -176,10 +175,10 @@ def test_chunks_that_the_base_stores_are_not_sent_and_refer_to_it(pod: Pod) -> N
         pod.upload(2, rank)
     pod.save(4, payload(SIZE))
     stored = pod.upload(4, base=pod.persisted(2))
-    at = Reference(Step(2), RestartRound(0))
+    at = CheckpointId(Step(2), RestartRound(0))
     # Blocks have 4 MiB: the first belongs to rank 0, the second to rank 1. The members of the third do not
     # answer, but the base contains it as well.
-    assert stored == StoredAs(at, (replace(at, payload_bytes=5 << 20),))
+    assert stored == StoredAs(at, ((at, 5 << 20),))
     assert pod.places(4) == {(2, 0), (4, 1)}
 
 
@@ -269,9 +268,9 @@ def test_a_shard_that_shares_nothing_is_compressed(pod: Pod) -> None:
     assert pod.places(2) == set()
     assert widths(pod, 2) == {4}
     pod.save(4, weights(SIZE), alike=False)
-    at = Reference(Step(2), RestartRound(0))
+    at = CheckpointId(Step(2), RestartRound(0))
     stored = pod.upload(4, base=pod.persisted(2), compress=True)
-    assert stored == StoredAs(at, (replace(at, payload_bytes=SIZE),))
+    assert stored == StoredAs(at, ((at, SIZE),))
 
 
 def test_a_later_upload_refers_to_the_checkpoint_that_stores_the_chunks(pod: Pod) -> None:
@@ -282,7 +281,7 @@ def test_a_later_upload_refers_to_the_checkpoint_that_stores_the_chunks(pod: Pod
     pod.upload(4, base=base)
     assert pod.places(4) == {(2, 0)}
     pod.save(6, weights(SIZE), alike=False)
-    older = (Reference(Step(2), RestartRound(0)),)
+    older = (CheckpointId(Step(2), RestartRound(0)),)
     pod.upload(6, base=pod.persisted(4), older=older)
     assert pod.places(6) == {(2, 0)}
 

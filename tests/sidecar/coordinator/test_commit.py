@@ -25,6 +25,7 @@ from holdfast_core.messages.schema import (
     RankSaves,
     Refusal,
     RestorePoint,
+    StoredAs,
 )
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.coordinator.ledger import StepEntry
@@ -198,7 +199,7 @@ async def test_a_manifest_that_conflicts_at_the_end_is_not_put_again_without_a_p
         await world.reaches(Level.LOCAL, 1)
         idle = world.clock.sleepers
         for rank in RANKS:
-            shard = replace(world.shard(rank, 1), committed=True, uploaded=True)
+            shard = replace(world.shard(rank, 1), committed=True, uploaded=StoredAs())
             world.tell(rank, shards=(shard,), done=True)
         await until(lambda: world.clock.sleepers > idle, "a pause", seconds=20)
 

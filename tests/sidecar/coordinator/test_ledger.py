@@ -20,8 +20,7 @@ from tests.support.sidecar.ledgers import (
 )
 
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
-from holdfast_core.messages.schema import Reference, ReportedShard
-from holdfast_core.store.rules import StoredAs
+from holdfast_core.messages.schema import ReportedShard, StoredAs
 from holdfast_sidecar.coordinator.ledger import Conflict, Ledger
 
 
@@ -174,8 +173,8 @@ REPORTS = [
     reported(1, Step(3)),
     reported(0, Step(3), replicated=True),
     reported(1, Step(3), replicated=True),
-    replace(reported(0, Step(3)), uploaded=True),
-    replace(reported(1, Step(3)), uploaded=True),
+    replace(reported(0, Step(3)), uploaded=StoredAs()),
+    replace(reported(1, Step(3)), uploaded=StoredAs()),
 ]
 
 
@@ -198,9 +197,8 @@ def test_an_upload_that_refers_to_a_deleted_checkpoint_is_waited_for_again() -> 
     """A repeated message about the earlier upload does not count."""
     ledger = new_ledger()
     commit(ledger, 5)
-    referring = StoredAs(
-        Reference(Step(3), RestartRound(0)), (Reference(Step(3), RestartRound(0), 9),)
-    )
+    earlier = CheckpointId(Step(3), RestartRound(0))
+    referring = StoredAs(earlier, ((earlier, 9),))
     ledger.uploaded(Step(5), Rank(0), SHARD_DIGEST, referring)
     assert ledger.uploaded(Step(5), Rank(1), SHARD_DIGEST)
     ledger.request_upload(Step(5))
@@ -216,7 +214,7 @@ def test_of_an_older_round_only_the_upload_of_an_adopted_step_counts() -> None:
     ledger = new_ledger()
     older = CheckpointId(Step(5), RestartRound(0))
     durable = replace(reported(0, older.step), round=older.round, layout=None)
-    uploaded = replace(durable, uploaded=True)
+    uploaded = replace(durable, uploaded=StoredAs())
     assert not ledger.take(uploaded), "the step is not adopted"
     assert not ledger.steps
     ledger.adopt(older, b"{}", MANIFEST_DIGEST, (shard_info(0), shard_info(1)))

@@ -13,7 +13,7 @@ from tests.support.sidecar.waiting import until
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.ids import Level, RestartRound, Worker
-from holdfast_core.messages.schema import Ok, Policy, WorkerReport, WorkerReports
+from holdfast_core.messages.schema import Ok, Policy, StoredAs, WorkerReport, WorkerReports
 from holdfast_core.store.tier import ObjectTier
 
 COPIES = Policy(interval_steps=1, peer_copies=1)
@@ -88,7 +88,7 @@ async def test_a_pod_ends_when_the_operator_knows_of_the_newest_step_in_the_stor
                 world.tell(rank, shards=(shard,))
             await until(lambda: coordinator.levels()[Level.LOCAL] == step, f"step {step} is local")
             for rank, shard in enumerate(shards):
-                world.tell(rank, shards=(replace(shard, uploaded=True),))
+                world.tell(rank, shards=(replace(shard, uploaded=StoredAs()),))
             await until(lambda: coordinator.levels()[Level.PERSISTED] == step, f"step {step}")
 
         async def told() -> None:

@@ -11,18 +11,17 @@ from tests.support.sidecar.flows import AcceptingMember, running_flow
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.errors import UnavailableError, UnreadableError
-from holdfast_core.ids import RestartRound, ShardRef, Step
+from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import (
     PersistRequest,
-    Reference,
+    StoredAs,
 )
 from holdfast_core.store.commit import ShardUploader
-from holdfast_core.store.rules import StoredAs
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import ShardReader
 from holdfast_sidecar.save.flow import own_shard
 
-BASE = Reference(Step(1), RestartRound(0), 5)
+BASE = CheckpointId(Step(1), RestartRound(0))
 
 
 async def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
@@ -33,7 +32,7 @@ async def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
     store = ObjectTier(MemoryObjectStore())
 
     def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
-        return StoredAs() if request.whole else StoredAs(BASE, (BASE,))
+        return StoredAs() if request.whole else StoredAs(BASE, ((BASE, 5),))
 
     monkeypatch.setattr(ShardUploader, "upload", upload)
     async with running_flow(tmp_path, AcceptingMember(), store=store) as world:
@@ -44,13 +43,12 @@ async def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
         flow.request_upload(request)
         await world.until_idle()
         (pack,) = sent = flow.table
-        assert pack.references == (BASE,)
+        assert pack.uploaded == StoredAs(BASE, ((BASE, 5),))
         flow.request_upload(replace(request, whole=True))
         flow.reported(sent, None)
         await world.until_idle()
         (whole,) = flow.table
-        assert whole.uploaded
-        assert whole.references == ()
+        assert whole.uploaded == StoredAs()
         assert not flow.is_known, "it is reported once more"
     store.close()
 

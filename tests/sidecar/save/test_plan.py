@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step, Worker
-from holdfast_core.messages.schema import ShardInfo
+from holdfast_core.messages.schema import ShardInfo, StoredAs
 from holdfast_sidecar.save.plan import (
     Action,
     OwnShard,
@@ -59,7 +59,7 @@ def test_a_manifest_is_expected_for_the_newest_step_alone() -> None:
 def listed(
     *shards: OwnShard, targets: tuple[Worker, ...] = (ONE, TWO)
 ) -> list[tuple[int, bool, bool]]:
-    return [(s.step, s.replicated, s.uploaded) for s in table(shards, targets, 2)]
+    return [(s.step, s.replicated, s.uploaded is not None) for s in table(shards, targets, 2)]
 
 
 def test_the_table_says_replicated_when_every_target_has_the_shard() -> None:
@@ -88,7 +88,7 @@ def test_an_uploaded_shard_of_the_restore_point_is_listed_too() -> None:
     """The end of a job uploads the restore point of a round that never trained."""
     again = shard(reported=False, digests=None, committed=True, upload_requested=True)
     assert listed(again, targets=()) == []
-    assert listed(replace(again, uploaded=True), targets=()) == [(7, False, True)]
+    assert listed(replace(again, uploaded=StoredAs()), targets=()) == [(7, False, True)]
 
 
 def test_a_pruned_shard_is_deleted_and_nothing_else_is_done_with_it() -> None:
@@ -106,7 +106,7 @@ def test_a_shard_of_the_restore_point_is_copied_and_never_reported() -> None:
 def test_an_upload_waits_to_be_asked_for() -> None:
     assert next_actions([shard()], ()) == ()
     assert next_actions([shard(upload_requested=True)], ()) == (Action(Verb.UPLOAD, KEY),)
-    uploaded = shard(upload_requested=True, uploaded=True)
+    uploaded = shard(upload_requested=True, uploaded=StoredAs())
     assert next_actions([uploaded], ()) == ()
     assert listed(uploaded) == [(7, False, True)]
 
@@ -154,10 +154,10 @@ def test_doing_what_is_planned_comes_to_rest(
             case Verb.COPY:
                 after = replace(before, copied=before.copied | {action.target})
             case Verb.UPLOAD:
-                after = replace(before, uploaded=True)
+                after = replace(before, uploaded=StoredAs())
         shards[action.key.step] = after
     assert idle(shards.values(), goal)
     for step, done in shards.items():
         assert done.digests is not None
         assert done.copied == targets
-        assert done.uploaded == (step in upload_requested)
+        assert (done.uploaded is not None) == (step in upload_requested)

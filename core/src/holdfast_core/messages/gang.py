@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from holdfast_core.ids import (
     ByteRange,
+    CheckpointId,
     Digest,
     RestartRound,
     ShardRef,
@@ -78,13 +79,14 @@ class ReadReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """An earlier checkpoint whose objects a later checkpoint needs."""
+class StoredAs:
+    """How the object store holds a shard. Without references: self-contained."""
 
-    step: Step
-    round: RestartRound
-    payload_bytes: Natural = 0
-    """Payload bytes of the later checkpoint that are stored in this one."""
+    base: CheckpointId | None = None
+    """The checkpoint that `references` depend on: while its manifest exists, their objects exist. None where
+    there are no references."""
+    references: Many[tuple[CheckpointId, Natural]] = ()
+    """Earlier checkpoints that store chunks of this shard, with the payload bytes that each stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class PersistRequest:
     step_round: RestartRound
     base: RestorePoint | None = None
     """The newest persisted checkpoint. Chunks that have not changed since then need no upload."""
-    older: Many[Reference] = ()
+    older: Many[CheckpointId] = ()
     """Checkpoints before `base` that the upload may refer to, too."""
     whole: bool = False
     """Store each shard as one uncompressed object without references, because the objects that an earlier

@@ -39,7 +39,7 @@ from holdfast_core.messages.common import (
     RankStack,
     ShardInfo,
 )
-from holdfast_core.messages.gang import Reference
+from holdfast_core.messages.gang import StoredAs
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,8 @@ class ReportedShard(Sparse):
     """The manifest of its step is durable on the worker's node."""
     replicated: bool = False
     """All assigned peers have a durable copy. Always false without copies."""
-    uploaded: bool = False
-    """The shard is in the object store and verified."""
-    base: Reference | None = None
-    """The checkpoint that `references` depend on: while its manifest exists, their objects exist. None where
-    there are no references."""
-    references: Many[Reference] = ()
-    """Earlier checkpoints that store chunks of this shard."""
+    uploaded: StoredAs | None = None
+    """How the object store holds the shard, verified. None: it does not yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from holdfast_core.messages.gang import (
     Plan,
     ReadObject,
     ReadReply,
-    Reference,
+    StoredAs,
 )
 from holdfast_core.messages.operator import (
     CoordinatorState,

@@ -36,7 +36,7 @@ from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, ShardRef
-from holdfast_core.messages.schema import PersistRequest, Reference
+from holdfast_core.messages.schema import PersistRequest, StoredAs
 from holdfast_core.shards.coding import chunk_widths
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import (
@@ -49,7 +49,7 @@ from holdfast_core.shards.pack import (
     shared_with,
     unshared_index,
 )
-from holdfast_core.store.rules import StoredAs, most_needed
+from holdfast_core.store.rules import most_needed
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import NodeTier, ShardReader
 
@@ -93,14 +93,12 @@ def commit(
 
 def references_beside(
     tier: ObjectTier, namespace: str, job_uid: JobUid, base: CheckpointId
-) -> tuple[Reference, ...]:
+) -> tuple[CheckpointId, ...]:
     """Return the checkpoints that store most of the bytes that `base` refers to.
 
     An upload that is compared with `base` may refer to them, too.
     """
-    needs = tier.get_references(namespace, job_uid, base)
-    found = most_needed(needs, MAX_EARLIER - 1)
-    return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
+    return most_needed(tier.get_references(namespace, job_uid, base), MAX_EARLIER - 1)
 
 
 def _exists(tier: ObjectTier, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
@@ -231,7 +229,7 @@ class ShardUploader:
         earlier = None if base is None else self._earlier(ref, base, request)
         if len(group) == 1 and earlier is None:
             return None
-        allowed = {CheckpointId(r.step, r.round) for r in request.older}
+        allowed = set(request.older)
         if base is not None:
             allowed.add(base)
         shared = self._shared(trailer, manifest, group)
@@ -308,8 +306,4 @@ class ShardUploader:
 
 def _stored_as(index: PackIndex) -> StoredAs:
     earlier = index.earlier()
-    base = index.base if earlier else None
-    return StoredAs(
-        None if base is None else Reference(base.step, base.round),
-        tuple(Reference(c.step, c.round, count) for c, count in sorted(earlier.items())),
-    )
+    return StoredAs(index.base if earlier else None, tuple(sorted(earlier.items())))

@@ -19,20 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from holdfast_core.ids import CheckpointId, RestartRound, age_of
-from holdfast_core.messages.schema import PersistRequest, Reference, RestorePoint
-
-
-@dataclass(frozen=True, slots=True)
-class StoredAs:
-    """How the object store holds a shard, as UPLOADED reports it. Without references: self-contained."""
-
-    base: Reference | None = None
-    """The checkpoint whose existence guarantees that of `references`. None if there are none."""
-    references: tuple[Reference, ...] = ()
-    """Earlier checkpoints that store chunks of this shard."""
-
-
-SELF_CONTAINED = StoredAs()
+from holdfast_core.messages.schema import PersistRequest, RestorePoint, StoredAs
 
 
 def merged(
@@ -42,11 +29,10 @@ def merged(
     bytes_in: dict[CheckpointId, int] = {}
     bases: set[CheckpointId] = set()
     for stored_as in stored:
-        for reference in stored_as.references:
-            earlier = CheckpointId(reference.step, reference.round)
-            bytes_in[earlier] = bytes_in.get(earlier, 0) + reference.payload_bytes
+        for earlier, payload_bytes in stored_as.references:
+            bytes_in[earlier] = bytes_in.get(earlier, 0) + payload_bytes
         if stored_as.base is not None:
-            bases.add(CheckpointId(stored_as.base.step, stored_as.base.round))
+            bases.add(stored_as.base)
     return bytes_in, frozenset(bases)
 
 
@@ -105,7 +91,7 @@ class UploadQueue:
         self,
         round_: RestartRound,
         base: RestorePoint | None,
-        older: tuple[Reference, ...],
+        older: tuple[CheckpointId, ...],
         *,
         compress: bool = False,
     ) -> tuple[UploadQueue, PersistRequest]:

@@ -17,8 +17,14 @@ from dataclasses import dataclass, field
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import CheckpointId, Digest, Level, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import ReportedShard, RestorePoint, ShardInfo, StepState
-from holdfast_core.store.rules import StoredAs, UploadQueue
+from holdfast_core.messages.schema import (
+    ReportedShard,
+    RestorePoint,
+    ShardInfo,
+    StepState,
+    StoredAs,
+)
+from holdfast_core.store.rules import UploadQueue
 
 MAX_FORGOTTEN = 1024
 """Steps that are recorded individually. Of the older ones only the highest number is kept: a step up to that
@@ -189,7 +195,7 @@ class Ledger:
             if known is None or known.round != found.round or not found.uploaded:
                 return False
             stored = known.uploaded.get(rank)
-            self.uploaded(step, rank, blake3, StoredAs(found.base, found.references))
+            self.uploaded(step, rank, blake3, found.uploaded)
             return known.uploaded.get(rank) != stored
         known = self.steps.get(step)
         layout = found.layout or (None if known is None else known.layouts.get(rank))
@@ -203,7 +209,7 @@ class Ledger:
         if found.replicated:
             entry.replicated.add(rank)
         if found.uploaded:
-            self.uploaded(step, rank, blake3, StoredAs(found.base, found.references))
+            self.uploaded(step, rank, blake3, found.uploaded)
         return before != entry.known_of(rank)
 
     def prepared(self, step: Step, shard: ShardInfo, layout: LayoutDigests) -> StepEntry:

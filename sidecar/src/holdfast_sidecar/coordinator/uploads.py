@@ -22,7 +22,6 @@ from holdfast_core.ids import CheckpointId, Step, TierName
 from holdfast_core.messages.schema import (
     CHECKPOINT_MISSING,
     PersistRequest,
-    Reference,
     RestorePoint,
     Round,
 )
@@ -285,12 +284,12 @@ class GangUploads:
         last = None if self._is_missing else self.last
         stored = None if last is None else last.own_checkpoint
         base = ledger.uploads.base(() if stored is None or stored in self._apart else (stored,))
-        older: tuple[Reference, ...] = ()
+        older: tuple[CheckpointId, ...] = ()
         if base is not None:
             older = await self._pools.store.run(
                 references_beside, store, contract.namespace, contract.job_uid, base
             )
-            older = tuple(r for r in older if CheckpointId(r.step, r.round) not in self._apart)
+            older = tuple(c for c in older if c not in self._apart)
         if ledger.uploads.first == checkpoint:
             ledger.uploads, _ = ledger.uploads.requested(
                 self._round,

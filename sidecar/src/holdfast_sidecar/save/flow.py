@@ -40,11 +40,11 @@ from holdfast_core.messages.schema import (
     PersistRequest,
     Refusal,
     ReportedShard,
+    StoredAs,
 )
 from holdfast_core.save.place import RankLayouts, info_of
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.store.commit import ShardUploader
-from holdfast_core.store.rules import StoredAs
 from holdfast_core.tasks import Signal, Tasks
 from holdfast_sidecar.base.pod import Backoff, Pod
 from holdfast_sidecar.base.telemetry import Telemetry
@@ -208,10 +208,10 @@ class Flow:
         for key, shard in tuple(self._shards.items()):
             wanted = self._is_requested(key)
             if wanted or shard.upload_requested:
-                good = shard.uploaded and not (
-                    wanted and request.whole and shard.stored_as.references
-                )
-                self._shards[key] = replace(shard, upload_requested=wanted, uploaded=good)
+                stored = shard.uploaded
+                if stored is not None and stored.references and wanted and request.whole:
+                    stored = None
+                self._shards[key] = replace(shard, upload_requested=wanted, uploaded=stored)
         self.wake()
 
     def _is_requested(self, key: ShardKey) -> bool:
@@ -435,7 +435,7 @@ class Flow:
         shard: OwnShard,
         *,
         digests: LayoutDigests | None = None,
-        stored_as: StoredAs | None = None,
+        uploaded: StoredAs | None = None,
         copied: Worker | None = None,
     ) -> None:
         """Set one fact in the table's current entry of the shard.
@@ -448,8 +448,7 @@ class Flow:
         self._shards[shard.key] = replace(
             now,
             digests=digests or now.digests,
-            uploaded=now.uploaded or stored_as is not None,
-            stored_as=stored_as or now.stored_as,
+            uploaded=uploaded or now.uploaded,
             copied=now.copied if copied is None else now.copied | {copied},
         )
 
@@ -537,7 +536,7 @@ class Flow:
         self._metrics.stored(
             TierName.OBJECT, shard.info.payload_bytes, self._pod.clock.monotonic() - started
         )
-        self._update(shard, stored_as=stored_as)
+        self._update(shard, uploaded=stored_as)
 
 
 def _tier(action: Action) -> TierName:

@@ -17,8 +17,7 @@ from enum import StrEnum
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import Digest, Rank, RestartRound, ShardRef, Step, Worker
-from holdfast_core.messages.schema import ReportedShard, ShardInfo
-from holdfast_core.store.rules import SELF_CONTAINED, StoredAs
+from holdfast_core.messages.schema import ReportedShard, ShardInfo, StoredAs
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,9 +48,8 @@ class OwnShard:
     """Workers that have acknowledged a durable copy."""
     upload_requested: bool = False
     """Whether the coordinator has requested the upload."""
-    uploaded: bool = False
-    stored_as: StoredAs = SELF_CONTAINED
-    """How the object store holds the shard. Valid if `uploaded` is set."""
+    uploaded: StoredAs | None = None
+    """How the object store holds the shard. None: it does not yet."""
     pruned: bool = False
     """Whether the coordinator has given the step up or pruned it. The shard is deleted."""
 
@@ -118,8 +116,6 @@ def table(
             committed=shard.committed,
             replicated=bool(targets) and shard.copied.issuperset(targets),
             uploaded=shard.uploaded,
-            base=shard.stored_as.base if shard.uploaded else None,
-            references=shard.stored_as.references if shard.uploaded else (),
         )
         for shard in listed[-limit:]
         if shard.digests is not None or not shard.reported

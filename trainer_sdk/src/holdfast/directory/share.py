@@ -133,7 +133,7 @@ class ShareUploader:
                 raise
             failure = why
         else:
-            shard = replace(shard, uploaded=True, base=stored.base, references=stored.references)
+            shard = replace(shard, uploaded=stored)
         return Record(shard, manifest.world_size, failure=failure)
 
     def _failure(self, ref: ShardRef, error: HoldfastError) -> str | None:

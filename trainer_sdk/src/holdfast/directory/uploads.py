@@ -42,14 +42,14 @@ from holdfast_core.ids import CheckpointId, Level, age_of
 from holdfast_core.messages.schema import (
     STORE_TAKEN,
     PersistRequest,
-    Reference,
     RestorePoint,
+    StoredAs,
 )
 from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.retention import RetentionReason, superseded
 from holdfast_core.store.commit import commit, references_beside
 from holdfast_core.store.open import TakenError
-from holdfast_core.store.rules import QUIET, STALE_UPLOADS, StoredAs, merged
+from holdfast_core.store.rules import QUIET, STALE_UPLOADS, merged
 from holdfast_core.store.tier import ObjectTier
 
 logger = logging.getLogger(__name__)
@@ -375,7 +375,7 @@ class FolderUploads:
 
     def _request(self, tier: ObjectTier) -> PersistRequest:
         """Request the upload of the first checkpoint of the queue from all persisters."""
-        base, older = self._plan.queue.base(self._store.checkpoints()), tuple[Reference, ...]()
+        base, older = self._plan.queue.base(self._store.checkpoints()), tuple[CheckpointId, ...]()
         point = None
         if base is not None:
             point = RestorePoint(base.step, base.round)
@@ -400,8 +400,8 @@ class FolderUploads:
                 return None
             if record.failure:
                 raise GoneError(record.failure)
-            stored = StoredAs(shard.base, shard.references)
-            if not (shard.uploaded and self._plan.queue.counts(manifest.checkpoint, stored)):
+            stored = shard.uploaded
+            if stored is None or not self._plan.queue.counts(manifest.checkpoint, stored):
                 return None
             found.append(stored)
         return found
