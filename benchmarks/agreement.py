@@ -22,7 +22,7 @@ from holdfast.connection.session import Session
 from holdfast.gang.agreement import Proposals, StepAgreement
 from holdfast.gang.store import GangStore, open_store
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step
-from holdfast_core.messages.schema import SaveRequested
+from holdfast_core.messages.schema import Plan
 
 ROUND = RestartRound(0)
 SECRET = b"secret of the benchmark"
@@ -93,7 +93,7 @@ def measure(world_size: int, port: int) -> dict[str, Any]:
         one.poll()
     poll_seconds = time.perf_counter() - began
 
-    sessions[0].push(SaveRequested(ROUND, Step(STEPS + 1)))
+    sessions[0].push(Plan(ROUND, save_from=Step(STEPS + 1)))
     ranks[0].after_step(STEPS + 1)
     began = time.perf_counter()
     for one in proposals:

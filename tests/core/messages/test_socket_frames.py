@@ -12,8 +12,8 @@ from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
     Finish,
-    Fulfilled,
     LauncherPlan,
+    Ok,
     Progress,
     Refusal,
     Refused,
@@ -58,7 +58,7 @@ def test_the_bytes_of_a_frame() -> None:
     ("message", "id_"),
     [
         (STAGE, 3),
-        (Fulfilled(), 3),
+        (Ok(RestartRound(0)), 3),
         (Finish(RestartRound(2)), 0),
         (Refused(Refusal.STALE_ROUND, "older", RestartRound(4)), 9),
         (Progress(RestartRound(1), Rank(0), Step(5), {"loss": 0.5}), 0),

@@ -18,10 +18,10 @@ from holdfast_core.messages.schema import (
     GangRequest,
     Inventory,
     Ok,
+    Plan,
     Policy,
     Prune,
     Refusal,
-    SaveRequested,
     Seal,
 )
 from holdfast_core.store.tier import ObjectTier
@@ -178,13 +178,13 @@ async def test_save_now_reaches_rank_0_once_and_what_it_saves_is_persisted(
         ask = GangRequest(RestartRound(0), "token-1")
         for _ in range(2):
             await gang.operator.call(0, "/v1/save-now", ask, Ok)
-        wanted = SaveRequested(RestartRound(0), Step(8))
-        await until(lambda: wanted in gang.ranks[0].pushed, "SaveRequested")
+        wanted = Plan(RestartRound(0), save_from=Step(8))
+        await until(lambda: wanted in gang.ranks[0].pushed, "the request")
         await gang.operator.call(0, "/v1/stop", GangRequest(RestartRound(0), "token-2"), Ok)
-        stop = SaveRequested(RestartRound(0), Step(8), stop=True)
+        stop = Plan(RestartRound(0), save_from=Step(8), stop=True)
         await until(lambda: stop in gang.ranks[0].pushed, "the stop is requested")
         assert gang.ranks[0].pushed.count(wanted) == 1
-        assert not [m for m in gang.ranks[1].pushed if isinstance(m, SaveRequested)]
+        assert not [m for m in gang.ranks[1].pushed if isinstance(m, Plan)]
         await gang.commit(9, Level.PERSISTED)
         await gang.operator.state_until(0, persisted(9), "step 9 persisted")
 
@@ -200,8 +200,8 @@ async def test_one_save_fulfils_two_requests_in_quick_succession(
         await gang.operator.state_until(0, lambda s: s.running, "running")
         asks = [GangRequest(RestartRound(0), f"token-{n}") for n in range(2)]
         await asyncio.gather(*(gang.operator.call(0, "/v1/save-now", ask, Ok) for ask in asks))
-        wanted = SaveRequested(RestartRound(0), Step(8))
-        await until(lambda: wanted in gang.ranks[0].pushed, "SaveRequested")
+        wanted = Plan(RestartRound(0), save_from=Step(8))
+        await until(lambda: wanted in gang.ranks[0].pushed, "the request")
         await gang.commit(8, Level.PERSISTED)
         await gang.operator.state_until(0, persisted(8), "step 8 persisted")
         assert gang.ranks[0].pushed.count(wanted) == 1

@@ -148,7 +148,7 @@ def pod(tmp_path: Path) -> Pod:
 def test_a_rank_gets_the_layout_of_its_shard_alone(pod: Pod) -> None:
     pod.documents[0] = NotFoundError("no place has it")
     reply = pod.restore()
-    assert (pod.given(reply.rank_layout), reply.home, reply.layouts) == (OWN, None, ())
+    assert (pod.given(reply.rank_layout), reply.home, reply.layouts) == (OWN, None, {})
     assert pod.read == [RANK]
 
 
@@ -156,7 +156,7 @@ def test_a_rank_that_asks_has_its_homes_layout_and_one_of_each_kind(pod: Pod) ->
     """Both ranks saved the same tensors, so the home stands for both."""
     reply = pod.restore(with_layouts=True)
     assert (pod.given(reply.rank_layout), pod.given(reply.home)) == (OWN, OWN)
-    assert [(pod.given(saved.layout), saved.ranks) for saved in reply.layouts] == [(OWN, 2)]
+    assert [(pod.given(digest), ranks) for digest, ranks in reply.layouts.items()] == [(OWN, 2)]
     assert set(pod.read) == {RANK}
 
 
@@ -169,7 +169,7 @@ def test_ranks_that_saved_other_tensors_have_a_layout_of_their_own(pod: Pod) -> 
     )
     pod.restored = replace(pod.restored, manifest=msgspec.structs.replace(manifest, shards=shards))
     reply = pod.restore(with_layouts=True)
-    assert [(pod.given(saved.layout), saved.ranks) for saved in reply.layouts] == [
+    assert [(pod.given(digest), ranks) for digest, ranks in reply.layouts.items()] == [
         (OTHER, 1),
         (OWN, 1),
     ]
@@ -199,7 +199,7 @@ def test_any_rank_of_a_kind_will_do(pod: Pod) -> None:
     )
     pod.documents = [NotFoundError("lost"), OTHER, OWN]
     reply = pod.ask(Restore(NOW, RANK))
-    found = [(pod.given(saved.layout), saved.ranks) for saved in reply.layouts]
+    found = [(pod.given(digest), ranks) for digest, ranks in reply.layouts.items()]
     assert found == [(OWN, 2), (OTHER, 1)]
 
 

@@ -17,7 +17,7 @@ from tests.support.tiers.faulty import Fault, Faults
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.ids import Rank, RestartRound, ShardRef, Step, TierName, Worker
-from holdfast_core.messages.schema import Fill, Filled, RestorePoint, SlotOffer
+from holdfast_core.messages.schema import Fill, Filled, RestorePoint
 from holdfast_core.save.place import RankLayouts
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotHeader, SlotState
 from holdfast_core.tiers.base import ShardReader
@@ -131,9 +131,8 @@ class Pod:
         )
 
     def message(self, *, whole: bool) -> Fill:
-        offer = SlotOffer(self.path.name, self.path.stat().st_size - HEADER_BYTES)
         digest = None if whole else digest_of(WANTED.to_bytes())
-        return Fill(RestartRound(1), RANK, (offer,), digest)
+        return Fill(RestartRound(1), RANK, (self.path.name,), digest)
 
     def payload(self, whole: bool) -> bytes:
         return payload_of(self.world.layouts[1], 1) if whole else payload_of(WANTED, 1)

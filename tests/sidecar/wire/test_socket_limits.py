@@ -15,8 +15,8 @@ import pytest
 from holdfast_core.ids import JobUid, Rank, RestartRound, Worker
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
-    Fulfilled,
     Hello,
+    Ok,
     Restore,
 )
 from holdfast_core.messages.socket_frames import read_frame, write_frame
@@ -33,14 +33,14 @@ class Local:
 
     state = RoundState(Worker(0), 2, NOW, "gpt-0-r0")
 
-    def hello(self, connection: LocalConnection) -> Fulfilled:
-        return Fulfilled()
+    def hello(self, connection: LocalConnection) -> Ok:
+        return Ok(RestartRound(0))
 
     def gone(self, connection: LocalConnection) -> None:
         return
 
     async def request(self, connection: LocalConnection, message: object) -> object:
-        return Fulfilled()
+        return Ok(RestartRound(0))
 
     def notify(self, connection: LocalConnection, message: object) -> None:
         return
@@ -83,7 +83,7 @@ async def is_served(path: Path) -> bool:
     writer.write(write_frame(Restore(NOW, Rank(0)), 2))
     frame = await read_frame(reader)
     writer.close()
-    return frame is not None and isinstance(frame.message, Fulfilled)
+    return frame is not None and isinstance(frame.message, Ok)
 
 
 @pytest.mark.fault("A process sends unfinished frames to the pod's socket before Hello")

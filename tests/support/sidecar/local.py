@@ -20,11 +20,11 @@ from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     DeadRank,
     Finish,
-    Fulfilled,
     Hello,
     HelloReply,
     LauncherPlan,
     LauncherState,
+    Ok,
     Refused,
     Run,
     StoreAddress,
@@ -157,10 +157,10 @@ class FakeLauncher(LocalClient):
         below = self._below if self._running is None else None
         self.push(LauncherState(self._running, below, dead=dead, store=self._store))
 
-    async def finish(self, round_: int) -> Fulfilled:
+    async def finish(self, round_: int) -> Ok:
         """Report that all ranks of the pod returned 0, and wait for the reply."""
         reply = await self.request(Finish(RestartRound(round_)))
-        assert isinstance(reply, Fulfilled), reply
+        assert isinstance(reply, Ok), reply
         return reply
 
     async def runs(self, round_: int) -> Run:

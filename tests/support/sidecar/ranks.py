@@ -24,13 +24,12 @@ from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     Fill,
     Filled,
-    Fulfilled,
     Hello,
+    Ok,
     Progress,
     Restore,
     RestorePoint,
     RestoreReply,
-    SlotOffer,
     Stage,
     StepOutcome,
 )
@@ -170,7 +169,7 @@ class FakeRank(LocalClient):
         self.fill_slot(name, step, data)
         message = self.stage_message(name, step, data, layout)
         reply = await self.request(message)
-        assert reply == Fulfilled(), reply
+        assert isinstance(reply, Ok), reply
         return name
 
     def stage_message(
@@ -210,8 +209,7 @@ class FakeRank(LocalClient):
         reply = await self.request(Restore(self.round, self.rank, with_layouts=True))
         assert isinstance(reply, RestoreReply), reply
         digest = self.write_layout(wanted.to_bytes())
-        offers = tuple(SlotOffer(n, self._capacity) for n in self.names)
-        filled = await self.request(Fill(self.round, self.rank, offers, digest))
+        filled = await self.request(Fill(self.round, self.rank, tuple(self.names), digest))
         assert isinstance(filled, Filled), filled
         with self.path(filled.slot).open("rb") as file:
             file.seek(HEADER_BYTES)
@@ -227,7 +225,6 @@ class FakeRank(LocalClient):
         assert isinstance(reply, RestoreReply), reply
         if reply.restore_point.step is None:
             return reply.restore_point, None, None
-        offers = tuple(SlotOffer(n, self._capacity) for n in self.names)
-        filled = await self.request(Fill(self.round, self.rank, offers))
+        filled = await self.request(Fill(self.round, self.rank, tuple(self.names)))
         assert isinstance(filled, Filled), filled
         return reply.restore_point, self.payload(filled.slot), filled

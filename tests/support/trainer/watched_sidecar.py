@@ -10,9 +10,9 @@ from holdfast.testing import FakeSidecar
 from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import (
     Finish,
-    Fulfilled,
     LauncherPlan,
     LauncherState,
+    Ok,
     Refusal,
     Refused,
     RestorePoint,
@@ -114,6 +114,6 @@ class WatchedSidecar(FakeSidecar):
     def _intercept(self, message: Any) -> Any:
         if isinstance(message, Finish):
             if self.released:
-                return Fulfilled()
+                return Ok(message.round)
             return Refused(Refusal.SEALED, "the sidecar waits for its ROUND", self._round())
         return super()._intercept(message)

@@ -21,10 +21,10 @@ from holdfast_core.messages.schema import (
     Hello,
     HelloReply,
     LauncherPlan,
+    Plan,
     Restore,
     RestorePoint,
     RestoreReply,
-    SaveRequested,
     ShardFile,
 )
 from holdfast_core.messages.socket_frames import receive_frame, send_frame, write_frame
@@ -147,8 +147,8 @@ def test_an_exception_does_not_end_the_thread(
         answer(connection)
         first.result(60)
     if where == "push":
-        send_frame(connection, SaveRequested(ROUND, Step(1)), 0)
-    send_frame(connection, SaveRequested(ROUND, Step(2)), 0)
+        send_frame(connection, Plan(ROUND, save_from=Step(1)), 0)
+    send_frame(connection, Plan(ROUND, save_from=Step(2)), 0)
     until(lambda: [m.save_from for m in events.pushed] == [2], "the next push")
     last = link.submit(Restore(ROUND, Rank(0)))
     answer(connection)

@@ -18,8 +18,8 @@ from holdfast_core.ids import JobUid, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
     OVERTAKEN,
-    Fulfilled,
     HelloReply,
+    Ok,
     Refusal,
     Stage,
     StepOutcome,
@@ -106,7 +106,7 @@ def test_an_overtaken_save_does_not_count_as_failed(slot: Slot) -> None:
     link = RecordingLink()
     session = session_with(link)
     handle = save(session, slot, 1)
-    link.sent[0][1].set_result(Fulfilled())
+    link.sent[0][1].set_result(Ok(ROUND))
     session.push(StepOutcome(Step(1), ROUND, Level.LOCAL, OVERTAKEN, "by step 2"))
     assert handle.level is None
     assert handle.overtaken
@@ -128,7 +128,7 @@ def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
     link = RecordingLink()
     session = session_with(link)
     handle = save(session, slot, 1)
-    link.sent[0][1].set_result(Fulfilled())
+    link.sent[0][1].set_result(Ok(ROUND))
     sidecars = SlotFile.open(tmp_path, slot.name)
     sidecars.set_state(SlotState.OWNED)
     session.hello_accepted(HelloReply(ROUND))
@@ -162,11 +162,11 @@ def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_acknowledged(
     """A level names only the step, and the second save may have other bytes than the first."""
     ring, link, session = handing_over(tmp_path, 3)
     first, same, other = (save(session, slot, 10) for slot in ring.slots)
-    link.sent[0][1].set_result(Fulfilled())
+    link.sent[0][1].set_result(Ok(ROUND))
     session.push(StepOutcome(Step(10), ROUND, Level.LOCAL))
     session.push(StepOutcome(Step(10), ROUND, Level.PERSISTED, "NotUploaded", "there is no room"))
     assert (first.level, same.level, other.level) == (Level.LOCAL, None, None)
-    link.sent[1][1].set_result(Fulfilled())
+    link.sent[1][1].set_result(Ok(ROUND))
     link.sent[2][1].set_exception(RefusedError(Refusal.CONFLICT, "other bytes"))
     assert (first.level, same.level, other.level) == (Level.LOCAL, Level.LOCAL, None)
     assert same.failure == first.failure == "NotUploaded: there is no room"
@@ -178,10 +178,10 @@ def test_a_level_that_does_not_exist_ends_its_waits_and_is_no_failure(tmp_path: 
     """A second save of the step is told nothing of its own, and takes this over from the first."""
     ring, link, session = handing_over(tmp_path, 2)
     first, again = (save(session, slot, 10) for slot in ring.slots)
-    link.sent[0][1].set_result(Fulfilled())
+    link.sent[0][1].set_result(Ok(ROUND))
     session.push(StepOutcome(Step(10), ROUND, Level.LOCAL))
     session.push(StepOutcome(Step(10), ROUND, Level.PERSISTED, NO_OBJECT_TIER, "set a store"))
-    link.sent[1][1].set_result(Fulfilled())
+    link.sent[1][1].set_result(Ok(ROUND))
     for handle in (first, again):
         with pytest.raises(SaveFailedError, match=r"did not become persisted: .*set a store"):
             handle.wait("persisted", timeout=0)
@@ -197,9 +197,9 @@ def test_a_repeated_save_of_a_step_that_was_replaced_meanwhile_is_replaced_too(
     """The sidecar sends no further message about the step, so the handle would wait for ever."""
     ring, link, session = handing_over(tmp_path, 2)
     first, again = (save(session, slot, 10) for slot in ring.slots)
-    link.sent[0][1].set_result(Fulfilled())
+    link.sent[0][1].set_result(Ok(ROUND))
     session.push(StepOutcome(Step(10), ROUND, Level.LOCAL, OVERTAKEN, "by step 20"))
-    link.sent[1][1].set_result(Fulfilled())
+    link.sent[1][1].set_result(Ok(ROUND))
     assert again.settled and again.overtaken
     for handle in (first, again):
         assert handle.failure is None
@@ -213,15 +213,15 @@ def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Pa
     ring, link, session = handing_over(tmp_path, 3)
     save(session, ring.slots[0], 10)
     again = save(session, ring.slots[1], 10)
-    link.sent[0][1].set_result(Fulfilled())
+    link.sent[0][1].set_result(Ok(ROUND))
     assert not session.wait_acknowledged(0.01)
-    reply = threading.Timer(0.2, link.sent[1][1].set_result, [Fulfilled()])
+    reply = threading.Timer(0.2, link.sent[1][1].set_result, [Ok(ROUND)])
     reply.start()
     assert session.wait_acknowledged(0.01, 60)
     assert session.saves.was_acknowledged(again)
     save(session, ring.slots[2], 11)
     assert not session.wait_acknowledged(0.01, 60), "a first save is replied to at once"
-    link.sent[2][1].set_result(Fulfilled())
+    link.sent[2][1].set_result(Ok(ROUND))
     save(session, ring.slots[0], 11)
     link.is_connected = False
     assert not session.wait_acknowledged(0.01, 60), "no reply can arrive"
@@ -234,9 +234,9 @@ def test_a_step_that_is_saved_again_after_a_failure_does_not_make_the_first_save
 ) -> None:
     ring, link, session = handing_over(tmp_path, 2)
     first, second = (save(session, slot, 10) for slot in ring.slots)
-    link.sent[0][1].set_result(Fulfilled())
+    link.sent[0][1].set_result(Ok(ROUND))
     session.push(StepOutcome(Step(10), ROUND, Level.LOCAL, "NodeVolumeError", "the disk failed"))
-    link.sent[1][1].set_result(Fulfilled())
+    link.sent[1][1].set_result(Ok(ROUND))
     session.push(StepOutcome(Step(10), ROUND, Level.LOCAL))
     assert not first.durable
     assert second.durable
@@ -249,7 +249,7 @@ def test_a_repeated_save_whose_slot_was_freed_during_a_disconnection_is_acknowle
 ) -> None:
     ring, link, session = handing_over(tmp_path, 2)
     first, second = (save(session, slot, 10) for slot in ring.slots)
-    link.sent[0][1].set_result(Fulfilled())
+    link.sent[0][1].set_result(Ok(ROUND))
     session.push(StepOutcome(Step(10), ROUND, Level.LOCAL))
     link.sent[1][1].set_exception(UnavailableError("the connection ended"))
     # The sidecar frees the slot when its bytes equal those of the first save.

@@ -35,7 +35,7 @@ from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.persister import DirectoryService
 from holdfast_core.format.canonical import digest_of, unsealed
 from holdfast_core.ids import Level, Rank, Step
-from holdfast_core.messages.schema import Fill, Policy, SlotOffer, Stage, StepOutcome
+from holdfast_core.messages.schema import Fill, Policy, Stage, StepOutcome
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
@@ -109,7 +109,7 @@ class Gang:
 
     def filled(self, rank: int) -> bytes:
         """Restore into the rank's slot and return the payload."""
-        offer = SlotOffer(slot_name(Rank(rank), 0), CAPACITY)
+        offer = slot_name(Rank(rank), 0)
         filled = self.service.handle(Fill(self.service.round, Rank(rank), (offer,)), print)
         data = bytearray(filled.payload_bytes)
         slot = self.slot(rank)

@@ -310,7 +310,7 @@ def test_a_partly_filled_slot_names_no_step(tmp_path: Path, service: DirectorySe
     ring.ensure(wanted.payload_bytes, RestartRound(1))
     (slot,) = ring.slots
     slot.begin(RestartRound(0), Step(5), 1)  # the slot held a shard before
-    fill = Fill(service.round, Rank(0), (slot.offer(),), digest_of(document))
+    fill = Fill(service.round, Rank(0), (slot.name,), digest_of(document))
     with pytest.raises(NotFoundError):
         service.handle(fill, print)
     header = slot.header()
@@ -327,8 +327,8 @@ def test_a_missing_slot_does_not_quarantine_a_checkpoint(
     LayoutFiles(tmp_path / "layouts").ensure(document, digest_of(document))
     ring = SlotRing(tmp_path / "slots", Rank(0), 1)
     ring.ensure(wanted.payload_bytes, RestartRound(1))
-    offer = ring.slots[0].offer()
-    (tmp_path / "slots" / offer.name).unlink()
+    offer = ring.slots[0].name
+    (tmp_path / "slots" / offer).unlink()
     ring.close()
     with pytest.raises(UnavailableError, match="slot"):
         service.handle(Fill(service.round, Rank(0), (offer,), digest_of(document)), print)
@@ -341,13 +341,13 @@ def test_a_rank_of_another_world_must_send_its_layout(
     reply = service.handle(Restore(service.round, Rank(0)), print)
     assert (reply.world_size, reply.payload_bytes, reply.rank_layout) == (4, 0, None)
     assert LayoutFiles(tmp_path / "layouts").read(reply.home)
-    assert [saved.ranks for saved in reply.layouts] == [4]
+    assert [*reply.layouts.values()] == [4]
     ring = SlotRing(tmp_path / "slots", Rank(0), 1)
     ring.ensure(1 << 22, RestartRound(1))
     with pytest.raises(
         RefusedError, match="saved by 4 ranks, expected 2: the request must name the layout"
     ):
-        service.handle(Fill(service.round, Rank(0), (ring.slots[0].offer(),)), print)
+        service.handle(Fill(service.round, Rank(0), (ring.slots[0].name,)), print)
     service.abort()
 
 

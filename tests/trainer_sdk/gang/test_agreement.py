@@ -12,7 +12,7 @@ from holdfast.connection.session import Session
 from holdfast.gang.agreement import StepAgreement, Verdict
 from holdfast.gang.store import GangStore
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step
-from holdfast_core.messages.schema import SaveRequested
+from holdfast_core.messages.schema import Plan
 
 ROUND = RestartRound(0)
 SECRET = b"of the round"
@@ -57,12 +57,12 @@ def test_a_single_rank_follows_a_request_after_its_step() -> None:
     agreement = StepAgreement(session, None, None)
     agreement.begin(0, 0)
     assert agreement.after_step(1) == Verdict()
-    session.push(SaveRequested(ROUND, Step(2)))
-    session.push(SaveRequested(ROUND, Step(2)))
+    session.push(Plan(ROUND, save_from=Step(2)))
+    session.push(Plan(ROUND, save_from=Step(2)))
     assert agreement.after_step(2) == Verdict(save=True)
-    session.push(SaveRequested(ROUND, Step(2)))  # after a new connection
+    session.push(Plan(ROUND, save_from=Step(2)))  # after a new connection
     assert agreement.after_step(3) == Verdict()
-    session.push(SaveRequested(ROUND, Step(2), stop=True))
+    session.push(Plan(ROUND, save_from=Step(2), stop=True))
     assert agreement.after_step(4) == Verdict(stop=True)
 
 
@@ -72,10 +72,10 @@ def test_a_request_waits_for_the_steps_that_other_ranks_had_done() -> None:
     (session,) = sessions(1)
     agreement = StepAgreement(session, None, None)
     agreement.begin(0, 0)
-    session.push(SaveRequested(ROUND, Step(1)))
-    session.push(SaveRequested(ROUND, Step(3)))  # a second request, before the first one is met
+    session.push(Plan(ROUND, save_from=Step(1)))
+    session.push(Plan(ROUND, save_from=Step(3)))  # a second request, before the first one is met
     assert [agreement.after_step(step).save for step in range(1, 5)] == [False, False, True, False]
-    session.push(SaveRequested(ROUND, Step(6)))
+    session.push(Plan(ROUND, save_from=Step(6)))
     assert [agreement.after_step(step).save for step in range(5, 8)] == [False, True, False]
 
 
@@ -96,9 +96,9 @@ def test_every_rank_comes_to_the_same_decision(
         for what, rank, at in asked:
             if at == step:
                 if what == "save":
-                    gang.sessions[0].push(SaveRequested(ROUND, Step(step + rank)))
+                    gang.sessions[0].push(Plan(ROUND, save_from=Step(step + rank)))
                 elif what == "stop":
-                    gang.sessions[0].push(SaveRequested(ROUND, stop=True))
+                    gang.sessions[0].push(Plan(ROUND, stop=True))
                 else:
                     gang.sessions[rank].requests.request_stop()
         verdict = gang.after_step(step, order)
@@ -182,7 +182,7 @@ def test_a_request_without_the_secret_is_ignored() -> None:
 
 def test_repeated_steps_are_agreed_on_again() -> None:
     gang = Gang(2, interval_steps=2)
-    gang.sessions[0].push(SaveRequested(ROUND, Step(1)))
+    gang.sessions[0].push(Plan(ROUND, save_from=Step(1)))
     assert [gang.after_step(step).save for step in range(1, 4)] == [False, False, True]
     gang.ranks[1].veto(6, 6, 2)
     for rank in gang.ranks:

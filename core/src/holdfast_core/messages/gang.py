@@ -113,6 +113,8 @@ class Plan(Sparse):
 
     It is always the whole plan, and the same for all workers. A sidecar that receives it again changes
     nothing.
+
+    Push to rank 0: all that was requested of the gang in this round, which are `save_from` and `stop`.
     """
 
     round: RestartRound
@@ -132,7 +134,8 @@ class Plan(Sparse):
     """Steps, of any round, that may be deleted from the node tier, copies for peers included. Their slots are
     freed, also those of saves that come later."""
     save_from: Step | None = None
-    """A save of this step or of a later one was requested. None: no save was requested in this round."""
+    """A save of this step or of a later one was requested: all ranks save at the next one that they can agree
+    on. None: no save was requested in this round."""
     stop: bool = False
     """The gang was requested to save and stop."""
     released: bool = False

@@ -70,20 +70,6 @@ class HelloReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Fulfilled:
-    """Reply to Stage, TakeStore and Finish: what was asked for is done."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotOffer:
-    """A slot file below <shared_dir>/slots that the rank has allocated, prefaulted and mapped."""
-
-    name: Text
-    capacity_bytes: Natural
-    """Largest payload. The file is longer by shm.slot_file.HEADER_BYTES."""
-
-
-@dataclass(frozen=True, slots=True)
 class Restore:
     """Rank -> sidecar: ask which checkpoint this rank restores in this round."""
 
@@ -92,16 +78,6 @@ class Restore:
     with_layouts: bool = False
     """Also return `home` and `layouts`, for a rank whose layout has changed. The sidecar always returns them
     where another number of ranks saved the checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedLayout:
-    """The layout of one of the ranks that saved tensors of the same names, dtypes and global shapes."""
-
-    layout: Digest
-    """In <shared_dir>/layouts/<hex>.json."""
-    ranks: Natural
-    """Number of these ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +94,9 @@ class RestoreReply:
     saved the checkpoint."""
     home: Digest | None = None
     """Layout of the old rank whose objects this rank takes, in the same directory."""
-    layouts: Annotated[tuple[SavedLayout, ...], PerRank] = ()
-    """For each group of ranks that saved the same tensors one layout. Empty if they were not asked for."""
+    layouts: Annotated[dict[Digest, Natural], PerRank] = field(default_factory=dict)
+    """For each group of ranks that saved tensors of the same names, dtypes and global shapes, the layout of
+    one of them, in the same directory, and their number. Empty if they were not asked for."""
     passed_over: Many[Text] = ()
     """Why newer checkpoints were not chosen: a line for each, with the path of the bad file."""
 
@@ -135,7 +112,8 @@ class Fill:
 
     round: RestartRound
     rank: Rank
-    slots: Many[SlotOffer]
+    slots: Many[Text]
+    """Names of slot files below <shared_dir>/slots that the rank has allocated, prefaulted and mapped."""
     layout: Digest | None = None
     """None asks for the shard as it was saved. Otherwise the layout of the payload that this rank needs, in
     <shared_dir>/layouts/<hex>.json. The sidecar assembles it from the shards of any old ranks."""
@@ -199,20 +177,6 @@ class Stage:
     payload_bytes: Natural
     layout: Digest
     """BLAKE3 of the rank's layout, whose document is <shared_dir>/layouts/<hex>.json."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRequested:
-    """Push to rank 0: all that was requested of the gang in this round. A repetition changes nothing.
-
-    All ranks save at the next step that they can agree on.
-    """
-
-    round: RestartRound
-    save_from: Step | None = None
-    """See Plan."""
-    stop: bool = False
-    """The training ends after a save."""
 
 
 @dataclass(frozen=True, slots=True)

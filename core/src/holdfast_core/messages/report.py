@@ -157,7 +157,10 @@ class WorkerReports(Sparse):
 
 @dataclass(frozen=True, slots=True)
 class Ok(Sparse):
-    """The other fields are for WorkerReports. Each worker takes what is about it."""
+    """Reply to a request that asks for nothing but its fulfilment, on the socket as well: it is fulfilled.
+
+    The other fields are for WorkerReports. Each worker takes what is about it.
+    """
 
     round: RestartRound
     wants_shards: Annotated[tuple[Worker, ...], PerWorker] = ()

@@ -32,7 +32,7 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
         cls.__name__: cls
         for cls in (
             schema.Refused,
-            schema.Fulfilled,
+            schema.Ok,
             schema.Hello,
             schema.HelloReply,
             schema.Restore,
@@ -44,7 +44,7 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
             schema.Stage,
             schema.Progress,
             schema.StepOutcome,
-            schema.SaveRequested,
+            schema.Plan,
             schema.LauncherPlan,
             schema.LauncherState,
             schema.Finish,

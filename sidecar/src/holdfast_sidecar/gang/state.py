@@ -26,10 +26,10 @@ from holdfast_core.messages.schema import (
     DeadRank,
     LauncherState,
     Ok,
+    Plan,
     Progress,
     RankSaves,
     RankStack,
-    SaveRequested,
     StepOutcome,
     WorkerReport,
     WorkerReports,
@@ -184,7 +184,7 @@ class RankNotices:
         self._current = current
         self._connections = connections
         self._released = asyncio.Event()
-        self._requested: SaveRequested | None = None
+        self._requested: Plan | None = None
         """What rank 0 is requested to do in this round."""
         self._levels: dict[Step, StepOutcome] = {}
         """The newest levels of this round."""
@@ -217,12 +217,12 @@ class RankNotices:
             for connection in self._ranks():
                 connection.push(failed)
 
-    def request(self, wanted: SaveRequested) -> None:
+    def request(self, wanted: Plan) -> None:
         """Send what a plan requests to rank 0. It is kept for a rank 0 that connects later.
 
         The first plan of a coordinator that has restarted requests nothing and takes nothing back.
         """
-        if wanted not in (self._requested, SaveRequested(wanted.round)):
+        if wanted not in (self._requested, Plan(wanted.round)):
             self._requested = wanted
             self._connections.push_rank(Rank(0), wanted)
 

@@ -43,7 +43,6 @@ from holdfast_core.messages.schema import (
     Prune,
     Refusal,
     Round,
-    SaveRequested,
     Seal,
     StoreAddress,
     WorkerReports,
@@ -125,7 +124,7 @@ class Pruner:
             if reached.level is Level.PERSISTED:
                 self._saves.flow.reached_store(reached.step)
         if self._pod.state.worker == 0:
-            self._notices.request(SaveRequested(wanted.round, wanted.save_from, wanted.stop))
+            self._notices.request(Plan(wanted.round, save_from=wanted.save_from, stop=wanted.stop))
         if message.released:
             self._notices.release()
         self._forget(message.drop)

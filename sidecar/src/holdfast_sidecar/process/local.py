@@ -10,9 +10,9 @@ from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import (
     Fill,
     Finish,
-    Fulfilled,
     HelloReply,
     LauncherState,
+    Ok,
     Policy,
     Progress,
     Refusal,
@@ -94,7 +94,7 @@ class Local:
                 await self._components.saves.stager.stage(self._components.current, message)
                 if message.rank == 0:
                     self._components.gang.saved.staged(message.step)
-                return Fulfilled()
+                return Ok(message.round)
             case Restore():
                 return await self._filler.restore(self.state, message)
             case Fill(reads_files=True):
@@ -106,7 +106,7 @@ class Local:
             case _:
                 raise FormatError(f"{type(message).__name__} is not a request of this socket")
 
-    async def _finish(self, message: Finish) -> Fulfilled:
+    async def _finish(self, message: Finish) -> Ok:
         """Reply once the gang's last step has reached its levels and the operator has recorded it.
 
         Raises:
@@ -127,7 +127,7 @@ class Local:
         await self._notices.released()
         if self.state.round != message.round:
             raise RefusedError(Refusal.STALE_ROUND, f"round {message.round} has been sealed")
-        return Fulfilled()
+        return Ok(message.round)
 
     def _expect_round(self, message: Finish) -> None:
         refused = fence(self.state, message.round)

@@ -36,7 +36,6 @@ from holdfast_core.messages.schema import (
     Refusal,
     Restore,
     RestoreReply,
-    SavedLayout,
     ShardFile,
 )
 from holdfast_core.reshard.boxes import holders_of
@@ -110,7 +109,7 @@ class Filler:
         if manifest is None:
             return RestoreReply(restored.point)
         home: Digest | None = None
-        layouts: tuple[SavedLayout, ...] = ()
+        layouts: dict[Digest, int] = {}
         if message.with_layouts or restored.is_of_others:
             home, layouts = await self._saved_layouts(message.rank, restored, manifest)
         return RestoreReply(
@@ -195,11 +194,9 @@ class Filler:
         Raises RefusedError if an offered slot is not of the rank.
         """
         rank = message.rank
-        for offer in message.slots:
-            if rank_of_slot(offer.name) != rank:
-                raise RefusedError(
-                    Refusal.BAD_REQUEST, f"slot {offer.name!r} is not one of rank {rank}"
-                )
+        for name in message.slots:
+            if rank_of_slot(name) != rank:
+                raise RefusedError(Refusal.BAD_REQUEST, f"slot {name!r} is not one of rank {rank}")
         old = self._targets.get(rank)
         if old is not None:
             old.stop("the rank sent another request")
@@ -212,7 +209,7 @@ class Filler:
             del self._targets[rank]
 
     async def _fill(self, message: Fill, restored: Restored, target: FillTarget) -> Filled:
-        rank, names = message.rank, tuple(offer.name for offer in message.slots)
+        rank, names = message.rank, message.slots
         wanted = None if message.layout is None else await self._layouts.wanted(message.layout)
         ref = restored.refs.get(rank)
         if restored.manifest is None or (wanted is None and ref is None):
@@ -260,7 +257,7 @@ class Filler:
 
     async def _saved_layouts(
         self, rank: Rank, restored: Restored, manifest: Manifest
-    ) -> tuple[Digest, tuple[SavedLayout, ...]]:
+    ) -> tuple[Digest, dict[Digest, int]]:
         """Put the layouts into the shared volume by which the rank declares what it needs.
 
         These are the layout of the rank's home, and one for each group of ranks that saved the same tensors.
@@ -268,13 +265,13 @@ class Filler:
         """
         home = home_of(rank, manifest.world_size)
         published = await self._layouts.publish(await self._layout(rank, restored, [home]))
-        found: list[SavedLayout] = []
+        found: dict[Digest, int] = {}
         for ranks in holders_of(manifest.shards).values():
             # The home, which is read anyway, stands for its own group.
             members = [home] if home in ranks else ranks
             document = await self._layout(rank, restored, members)
-            found.append(SavedLayout(await self._layouts.publish(document), len(ranks)))
-        return published, tuple(found)
+            found[await self._layouts.publish(document)] = len(ranks)
+        return published, found
 
     async def _rank_layout(self, rank: Rank, restored: Restored) -> Digest | None:
         """Put the layout of the rank's saved shard into the shared volume, and return its digest.
@@ -375,14 +372,14 @@ class Filler:
         self, message: Fill, ref: ShardRef, payload_bytes: int, target: FillTarget
     ) -> str | None:
         """Return an offered slot whose header names the shard, and make it FREE. Its bytes are not read."""
-        for offer in message.slots:
+        for name in message.slots:
             try:
-                with closing(SlotFile.open(self._pod.settings.slots_dir, offer.name)) as slot:
+                with closing(SlotFile.open(self._pod.settings.slots_dir, name)) as slot:
                     if names_shard(slot.header(), ref, payload_bytes):
                         with target.writing():
-                            if not self._stager.owns(offer.name):
+                            if not self._stager.owns(name):
                                 slot.set_state(SlotState.FREE)
-                        return offer.name
+                        return name
             except (FormatError, NotFoundError, UnavailableError):
                 continue
         return None

@@ -50,7 +50,7 @@ from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.payload import plan_payload, unpack_objects
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, owner_of, parse_rank_layout
 from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.messages.schema import Fill, Filled, Restore, RestoreReply, ShardFile, SlotOffer
+from holdfast_core.messages.schema import Fill, Filled, Restore, RestoreReply, ShardFile
 from holdfast_core.reshard.boxes import saved_state
 from holdfast_core.shm.shared_files import LayoutFiles
 
@@ -245,7 +245,7 @@ class Restorer:
             in_place = None
         slot_bytes = max(target.needed_bytes(), payload_bytes)
         self._ring.ensure(slot_bytes, round_, to_fill=is_local or in_place is not None)
-        offers = tuple(slot.offer() for slot in self._ring.slots)
+        offers = tuple(slot.name for slot in self._ring.slots)
         if in_place is not None:
             found = self._fetch_file(step, in_place, offers)
             if found is not None:
@@ -263,7 +263,7 @@ class Restorer:
         )
 
     def _fetch_file(
-        self, step: Step, target: RestoreTarget, offers: tuple[SlotOffer, ...]
+        self, step: Step, target: RestoreTarget, offers: tuple[str, ...]
     ) -> Fetched | None:
         """Read the shard's file into the state's tensors. Return None if a slot is needed instead."""
         fill = Fill(self._session.current_round, self._settings.rank, offers, reads_files=True)
@@ -314,8 +314,8 @@ class Restorer:
                 "the reply has no layouts"
             )
         groups = (
-            (parse_rank_layout(self._layouts.read(saved.layout)), saved.ranks)
-            for saved in reply.layouts
+            (parse_rank_layout(self._layouts.read(digest)), ranks)
+            for digest, ranks in reply.layouts.items()
         )
         home = parse_rank_layout(self._layouts.read(reply.home))
         return target.layout(saved_state(home, groups, reply.world_size))
@@ -385,8 +385,8 @@ class Peeker:
         if step is None:
             return None
         shared: _Infos = {}
-        for saved in reply.layouts:
-            layout = parse_rank_layout(self._layouts.read(saved.layout))
+        for digest in reply.layouts:
+            layout = parse_rank_layout(self._layouts.read(digest))
             shared |= {f: _info(t) for f, t in layout.tensors.items() if owner_of(f) is None}
         if self._settings.rank != 0:
             objects, own = self._received(step)
@@ -414,7 +414,7 @@ class Peeker:
         digest = digest_of(document)
         self._layouts.ensure(document, digest)
         with self._ring.lent(planned.total_bytes) as slot:
-            fill = Fill(self._session.current_round, self._settings.rank, (slot.offer(),), digest)
+            fill = Fill(self._session.current_round, self._settings.rank, (slot.name,), digest)
             self._session.request(fill, Filled)
             return slot.payload[planned.objects.start : planned.objects.stop].tobytes().decode()
 

@@ -24,12 +24,12 @@ from holdfast_core.messages.schema import (
     OVERTAKEN,
     PROTOCOL_VERSION,
     STORE_TAKEN,
-    Fulfilled,
     Hello,
     HelloReply,
+    Ok,
+    Plan,
     Policy,
     Progress,
-    SaveRequested,
     Stage,
     StepOutcome,
 )
@@ -53,7 +53,7 @@ class Requests:
         """Whether the training is to stop."""
         return self._stop or self._is_interrupted
 
-    def note(self, message: SaveRequested) -> None:
+    def note(self, message: Plan) -> None:
         """Record what was requested in this round. What `take_save` has returned before is ignored."""
         with self._lock:
             wanted = message.save_from
@@ -405,7 +405,7 @@ class Session:
         match message:
             case StepOutcome():
                 self.saves.note(message)
-            case SaveRequested():
+            case Plan():
                 self.requests.note(message)
             case _:
                 logger.warning("ignored a message that is not for ranks: %s", message)
@@ -511,5 +511,5 @@ class Session:
                     slot.abandon()  # the other side refused it and will not free the slot
                 save.handle.fail(Level.LOCAL, str(error))
         else:
-            if isinstance(reply, Fulfilled):
+            if isinstance(reply, Ok):
                 self.saves.acknowledge(save)

@@ -42,9 +42,9 @@ from holdfast_core.ids import RestartRound
 from holdfast_core.messages.common import refusal_of
 from holdfast_core.messages.schema import (
     Fill,
-    Fulfilled,
     Hello,
     HelloReply,
+    Ok,
     Progress,
     Refusal,
     Refused,
@@ -200,13 +200,13 @@ class DirectoryService:
     def hello_reply(self) -> HelloReply:
         return HelloReply(self.round, self._options.policy)
 
-    def _take_store(self) -> Fulfilled:
+    def _take_store(self) -> Ok:
         if self._uploads is not None:
             try:
                 self._uploads.take()
             except HoldfastError as error:
                 raise RefusedError(Refusal.BAD_REQUEST, str(error)) from error
-        return Fulfilled()
+        return Ok(self.round)
 
     def _keep_restored(self) -> None:
         """Before the first save all ranks have restored. Record what they brought from the store."""

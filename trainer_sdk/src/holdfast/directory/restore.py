@@ -29,9 +29,7 @@ from holdfast_core.messages.schema import (
     Restore,
     RestorePoint,
     RestoreReply,
-    SavedLayout,
     ShardFile,
-    SlotOffer,
 )
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reading import Reader, ShardPlace, run_blocking
@@ -185,17 +183,15 @@ class FolderRestore:
         manifest = self._folder.choice.manifest
         same = manifest.world_size == self._world_size
         home: Digest | None = None
-        layouts: tuple[SavedLayout, ...] = ()
+        layouts: dict[Digest, int] = {}
         if message.with_layouts or not same:
             old = home_of(message.rank, manifest.world_size)
             home = self._publish_one(manifest, [old])
-            layouts = tuple(
+            layouts = {
                 # The home, which is read anyway, stands for its own group.
-                SavedLayout(
-                    self._publish_one(manifest, [old] if old in ranks else ranks), len(ranks)
-                )
+                self._publish_one(manifest, [old] if old in ranks else ranks): len(ranks)
                 for ranks in holders_of(manifest.shards).values()
-            )
+            }
         return RestoreReply(
             self.point,
             payload_bytes=manifest.shards[message.rank].payload_bytes if same else 0,
@@ -227,7 +223,7 @@ class FolderRestore:
         ref = manifest.ref(message.rank)
         size = manifest.shards[message.rank].payload_bytes
         self._fetcher.fetch(ref)
-        named = [offer.name for offer in message.slots if self._names(offer.name, ref, size)]
+        named = [name for name in message.slots if self._names(name, ref, size)]
         if message.reads_files:
             path = str(self._tier.shard_path(ref))
             return ShardFile(path, ref, self._tier_name, named[0] if named else None)
@@ -283,10 +279,14 @@ class FolderRestore:
             logger.warning("the layout of %s: %s", manifest.ref(rank), error)
             return None
 
-    def _fitting(self, offers: tuple[SlotOffer, ...], payload_bytes: int) -> SlotFile:
+    def _fitting(self, names: Sequence[str], payload_bytes: int) -> SlotFile:
         """Open the first offered slot that is large enough. Raises CapacityError without such a slot."""
-        capacities = {offer.name: offer.capacity_bytes for offer in offers}
-        return self._folder.open_slot(first_fitting(capacities, payload_bytes, capacities.get))
+
+        def capacity_of(name: str) -> int:
+            with closing(self._folder.open_slot(name)) as slot:
+                return slot.header().capacity_bytes
+
+        return self._folder.open_slot(first_fitting(names, payload_bytes, capacity_of))
 
     def _names(self, name: str, ref: ShardRef, payload_bytes: int) -> bool:
         """Return whether the slot is FREE and its header names this shard. The payload is not verified."""

@@ -35,7 +35,7 @@ from holdfast_core.errors import (
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, age_of
 from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
-    Fulfilled,
+    Ok,
     Refusal,
     Refused,
     Stage,
@@ -327,7 +327,7 @@ class FolderSaves:
     def start(self) -> None:
         self._loop.start()
 
-    def stage(self, message: Stage, push: Push) -> Fulfilled:
+    def stage(self, message: Stage, push: Push) -> Ok:
         """Hand a full slot over. Return when the rank may rely on the levels.
 
         Args:
@@ -409,7 +409,7 @@ class FolderSaves:
 
     # ------------------------------------------------------------------ one save
 
-    async def _stage(self, message: Stage, push: Push) -> Fulfilled:
+    async def _stage(self, message: Stage, push: Push) -> Ok:
         save = _save_of(message)
         self._unclaimed.pop(save, None)
         try:
@@ -429,7 +429,7 @@ class FolderSaves:
             await self._pools.meta.run(self._record_again, message)
             self._commits.add(save[1], [push])
             self._woken.set()
-        return Fulfilled()
+        return Ok(message.round)
 
     def _ended(self, outcome: WriteOutcome) -> None:
         """Commit a save, or tell its rank that it has failed. Called on the loop."""

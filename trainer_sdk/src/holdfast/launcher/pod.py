@@ -39,12 +39,12 @@ from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     DeadRank,
     Finish,
-    Fulfilled,
     Hello,
     HelloReply,
     LauncherPlan,
     LauncherState,
     MemoryUse,
+    Ok,
     RankStack,
     Run,
     StoreAddress,
@@ -421,7 +421,7 @@ class PodLauncher:
                     )
                 except HoldfastError:
                     reply = None  # there is no connection, or the sidecar has refused it
-                if isinstance(reply, Fulfilled) and self._succeeded.is_set():
+                if isinstance(reply, Ok) and self._succeeded.is_set():
                     return 0
             await asyncio.sleep(_FINISH_PAUSE_SECONDS)
 

@@ -42,7 +42,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import RestartRound, Step, TierName
 from holdfast_core.messages.schema import (
-    Fulfilled,
+    Ok,
     Policy,
     Refusal,
     Restore,
@@ -350,7 +350,7 @@ class FolderPlace:
         for _ in range(_STARTS):
             message = TakeStore(wait_connected(self._session, self), self._settings.rank)
             try:
-                self._session.request(message, Fulfilled)
+                self._session.request(message, Ok)
                 return
             except RefusedError as error:
                 text = str(error).removeprefix(f"{error.code}: ")

@@ -30,7 +30,6 @@ from holdfast.slots.capacity import (
 from holdfast.slots.prefault import prefault
 from holdfast_core.errors import CapacityError, DeviceError, FormatError
 from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_core.messages.schema import SlotOffer
 from holdfast_core.shm.slot_file import (
     HEADER_BYTES,
     STATE_OFFSET,
@@ -103,9 +102,6 @@ class Slot:
 
     def header(self) -> SlotHeader:
         return SlotHeader.unpack(self._memory[:HEADER_BYTES])
-
-    def offer(self) -> SlotOffer:
-        return SlotOffer(self.name, self.capacity_bytes)
 
     def begin(self, round_: RestartRound, step: Step, payload_bytes: int) -> None:
         """Change the state from FREE to FILLING, and write the round and step of the copy to the header."""

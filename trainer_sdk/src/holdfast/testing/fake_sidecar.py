@@ -20,11 +20,11 @@ from holdfast_core.errors import FormatError
 from holdfast_core.ids import JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     Hello,
+    Plan,
     Policy,
     Progress,
     Refusal,
     Refused,
-    SaveRequested,
 )
 
 JOB_UID = JobUid("fake-job")
@@ -162,10 +162,10 @@ class FakeSidecar:
         """Request a save of a step that no rank has reported as finished yet."""
         round_ = self._round()
         done = (m.step for m in self.received if isinstance(m, Progress) and m.round == round_)
-        self._push_ranks(SaveRequested(round_, Step(max(done, default=-1) + 1)))
+        self._push_ranks(Plan(round_, save_from=Step(max(done, default=-1) + 1)))
 
     def request_stop(self) -> None:
-        self._push_ranks(SaveRequested(self._round(), stop=True))
+        self._push_ranks(Plan(self._round(), stop=True))
 
     # ------------------------------------------------------------------ inside
 
