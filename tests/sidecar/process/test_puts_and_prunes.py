@@ -96,7 +96,7 @@ class World:
             pod, tiers, saves, failures, no_peers, lambda checkpoint: self._sent()
         )
         notices = RankNotices(self.current, LocalConnections())
-        self.copies = IncomingCopies(pod, tiers, no_peers, frozenset)
+        self.copies = IncomingCopies(pod, tiers, no_peers, lambda step: False)
         self.pruner = Pruner(pod, tiers, saves, self.copies, notices, failures)
 
     async def go_on(self) -> None:

@@ -29,7 +29,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.canonical import digest_of
-from holdfast_core.ids import Digest, JobUid, RestartRound, ShardRef, Step, TierName, Worker
+from holdfast_core.ids import Digest, JobUid, RestartRound, ShardRef, TierName, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Member, Refusal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import ShardRecord
@@ -96,7 +96,7 @@ class World:
             Pod(settings, SystemClock(), self.round),
             Tiers(self.node, None, self.pools),
             members,
-            lambda: {Step(step) for step in self.dropped},
+            lambda step: step in self.dropped,
         )
 
     def take(self, ref: ShardRef, layout: Digest | None = None) -> asyncio.Task[CopyReply]:

@@ -82,7 +82,7 @@ class Sidecar:
         node_bytes = resources.disk.volume.budget.limit_bytes // contract.procs_per_worker
         local = Local(components, connections, notices, background, metrics, node_bytes)
         self._lifecycle = Lifecycle(pod, resources.disk, tiers, components, background, telemetry)
-        self._incoming = IncomingCopies(pod, tiers, members, lambda: saves.flow.dropped)
+        self._incoming = IncomingCopies(pod, tiers, members, saves.flow.drops)
         self._pruner = Pruner(pod, tiers, saves, self._incoming, notices, telemetry.failures)
         self._verifier = Verifier(tiers, telemetry)
         self._manifests = ManifestRequests(

@@ -169,7 +169,7 @@ class Flow:
             return
         upload_requested = self._is_requested(shard.key)
         # A save that comes after its step was dropped would stay on this node.
-        pruned = shard.reported and shard.key.step in self.dropped
+        pruned = shard.reported and self.drops(shard.key.step)
         self._shards[shard.key] = replace(shard, upload_requested=upload_requested, pruned=pruned)
         self.wake()
 
@@ -185,6 +185,10 @@ class Flow:
         """Return whether the manifest of this step is durable on this node, as far as the table says."""
         found = [s for k, s in self._shards.items() if (k.step, k.round) == (step, round_)]
         return bool(found) and all(shard.committed for shard in found)
+
+    def drops(self, step: Step) -> bool:
+        """Return whether plans of this round drop the step."""
+        return step in self.dropped
 
     def has_lost(self, step: Step) -> None:
         """Record that an own shard of this committed step is not on this node any more."""

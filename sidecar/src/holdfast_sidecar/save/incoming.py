@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from holdfast_core import logs
@@ -75,13 +75,13 @@ class IncomingCopies:
         pod: Pod,
         tiers: Tiers,
         members: Members,
-        dropped: Callable[[], Collection[Step]],
+        drops: Callable[[Step], bool],
     ) -> None:
-        """Create the copies. `dropped` returns the steps of this round that plans have dropped."""
+        """Create the copies. `drops` returns whether plans of this round drop a step."""
         self._pod = pod
         self._tiers = tiers
         self._members = members
-        self._dropped = dropped
+        self._drops = drops
         self._reply_seconds = pod.settings.call_seconds / 3
         """Longest wait for the end of a copy before its request is answered."""
         self._running: dict[ShardRef, asyncio.Task[int]] = {}
@@ -112,7 +112,7 @@ class IncomingCopies:
                 f"a copy of a shard of job {ref.job_uid}: this is a sidecar of job "
                 f"{self._pod.contract.job_uid}",
             )
-        if ref.round == self._pod.state.round and ref.step in self._dropped():
+        if ref.round == self._pod.state.round and self._drops(ref.step):
             # The caller has not received this plan yet. Nothing would delete the copy before the next round.
             raise _was_pruned(ref)
         if ref not in self._running and request.layout is None and await self._holds(ref):
