@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
+from holdfast.directory.choice import JOB_UID
 from holdfast.directory.open_folder import ServiceOptions
 from holdfast.directory.persister import DirectoryService, MakeUploads
 from holdfast.directory.saves import Push
@@ -16,7 +17,7 @@ from holdfast.slots.staging import SlotRing
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import CheckpointId, Level, Rank, Step
 from holdfast_core.messages.schema import Policy, Stage, StepOutcome
-from holdfast_core.node.tier import manifests_in
+from holdfast_core.node.tier import checkpoints_in
 from holdfast_core.shm.shared_files import LayoutFiles
 
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=10)
@@ -87,7 +88,7 @@ def _next(pushed: queue.SimpleQueue[object], wanted: Callable[[object], bool]) -
 
 
 def kept(root: Path) -> list[int]:
-    return sorted(checkpoint.step for _, checkpoint in manifests_in(root / "ckpt/tier"))
+    return sorted(checkpoint.step for checkpoint in checkpoints_in(root / "ckpt/tier", JOB_UID))
 
 
 def test_the_restore_point_stays_while_the_run_saves_newer_steps(tmp_path: Path) -> None:

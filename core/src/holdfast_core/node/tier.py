@@ -305,6 +305,11 @@ class DiskNodeTier:
         self._expect_open()
         return tuple(list_manifests(self._root))
 
+    def checkpoints(self, job_uid: JobUid) -> frozenset[CheckpointId]:
+        """See NodeTier."""
+        self._expect_open()
+        return checkpoints_in(self._root, job_uid)
+
     def put_layout(self, document: bytes) -> Digest:
         self._expect_open()
         digest = digest_of(document)
@@ -411,9 +416,9 @@ class DiskNodeTier:
             raise TierError(f"{self._name} {self._root}: not open yet; call open() first")
 
 
-def manifests_in(root: Path) -> tuple[tuple[JobUid, CheckpointId], ...]:
-    """Return the manifests of a node tier that another process may have opened. Reads names only."""
-    return tuple(list_manifests(root))
+def checkpoints_in(root: Path, job_uid: JobUid) -> frozenset[CheckpointId]:
+    """Return `NodeTier.checkpoints` of a tier that another process may have opened. Reads names only."""
+    return frozenset(checkpoint for uid, checkpoint in list_manifests(root) if uid == job_uid)
 
 
 _WRITE_ATTEMPTS = 2

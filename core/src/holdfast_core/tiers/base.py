@@ -224,6 +224,10 @@ class NodeTier(Protocol):
 
     def list_manifests(self) -> tuple[tuple[JobUid, CheckpointId], ...]: ...
 
+    def checkpoints(self, job_uid: JobUid) -> frozenset[CheckpointId]:
+        """Return the checkpoints of a job whose manifest is here."""
+        ...
+
     def put_layout(self, document: bytes) -> Digest:
         """Write the layout unless it exists, keep it, and return its digest."""
         ...

@@ -65,8 +65,7 @@ class Tiers:
 
     async def checkpoints(self, job_uid: JobUid) -> frozenset[CheckpointId]:
         """Return the checkpoints of a job whose manifest is on this node."""
-        found = await self.pools.read.run(self.node.list_manifests)
-        return frozenset(checkpoint for uid, checkpoint in found if uid == job_uid)
+        return await self.pools.read.run(self.node.checkpoints, job_uid)
 
     async def quarantine_if_damaged(
         self, ref: ShardRef, metrics: Metrics

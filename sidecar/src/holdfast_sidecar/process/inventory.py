@@ -218,19 +218,17 @@ def listed_manifests(
         corrupt: Called for each manifest that is quarantined.
     """
     found: list[ListedManifest] = []
-    for uid, checkpoint in node.list_manifests():
-        if uid != job_uid:
-            continue
+    for checkpoint in node.checkpoints(job_uid):
         try:
-            document = node.get_manifest(uid, checkpoint)
-            ranks = parse_manifest_of(document, uid, checkpoint).world_size
+            document = node.get_manifest(job_uid, checkpoint)
+            ranks = parse_manifest_of(document, job_uid, checkpoint).world_size
             digest = manifest_digest(document)
             found.append(ListedManifest(checkpoint.step, checkpoint.round, digest, ranks))
         except UnreadableError as error:
             logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))
         except CorruptionError as error:
             logs.warning("quarantined a manifest", checkpoint=str(checkpoint), error=str(error))
-            node.quarantine_manifest(uid, checkpoint, error)
+            node.quarantine_manifest(job_uid, checkpoint, error)
             corrupt()
         except HoldfastError as error:
             logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))

@@ -48,18 +48,7 @@ def delete_steps(node: NodeTier, job_uid: JobUid, steps: frozenset[Step]) -> int
     Returns:
         The number of checkpoints that were deleted.
     """
-    found = {
-        checkpoint
-        for uid, checkpoint in node.list_manifests()
-        if uid == job_uid and checkpoint.step in steps
-    } | {
-        record.checkpoint
-        for record in node.list_shards()
-        if record.header.job_uid == job_uid and record.header.step in steps
-    }
-    for checkpoint in sorted(found):
-        node.delete_checkpoint(job_uid, checkpoint)
-    return len(found)
+    return _delete(node, job_uid, (c for c in _stored(node, job_uid) if c.step in steps))
 
 
 def delete_off_lineage(node: NodeTier, job_uid: JobUid, message: Round) -> int:
@@ -77,19 +66,8 @@ def delete_off_lineage(node: NodeTier, job_uid: JobUid, message: Round) -> int:
     base = message.restore_point.step
     if base is None or message.restore_point.job_uid not in (None, job_uid):
         return 0
-    kept = quarantined(message)
-    found = {
-        checkpoint
-        for uid, checkpoint in node.list_manifests()
-        if uid == job_uid and _off_lineage(checkpoint, base, message)
-    } | {
-        record.checkpoint
-        for record in node.list_shards()
-        if record.header.job_uid == job_uid and _off_lineage(record.checkpoint, base, message)
-    }
-    for checkpoint in sorted(found - kept):
-        node.delete_checkpoint(job_uid, checkpoint)
-    return len(found - kept)
+    stored = _stored(node, job_uid) - quarantined(message)
+    return _delete(node, job_uid, (c for c in stored if _off_lineage(c, base, message)))
 
 
 def delete_orphans(
@@ -115,19 +93,25 @@ def delete_orphans(
     Returns:
         The number of checkpoints whose shards were deleted.
     """
-    committed = {checkpoint for uid, checkpoint in node.list_manifests() if uid == job_uid}
-    orphans = {
-        record.checkpoint
-        for record in node.list_shards()
-        if record.header.job_uid == job_uid
-        and record.header.round < before
-        and record.header.step < below
-        and record.header.step not in protected
-        and record.checkpoint not in committed
+    orphans = _stored(node, job_uid) - node.checkpoints(job_uid)
+    old = (c for c in orphans if c.round < before and c.step < below and c.step not in protected)
+    return _delete(node, job_uid, old)
+
+
+def _stored(node: NodeTier, job_uid: JobUid) -> frozenset[CheckpointId]:
+    """Return the checkpoints of a job of which this node has the manifest or a shard."""
+    shards = node.list_shards()
+    return node.checkpoints(job_uid) | {
+        record.checkpoint for record in shards if record.header.job_uid == job_uid
     }
-    for checkpoint in sorted(orphans):
+
+
+def _delete(node: NodeTier, job_uid: JobUid, checkpoints: Iterable[CheckpointId]) -> int:
+    """Delete checkpoints, and return their number."""
+    found = sorted(checkpoints)
+    for checkpoint in found:
         node.delete_checkpoint(job_uid, checkpoint)
-    return len(orphans)
+    return len(found)
 
 
 def _off_lineage(checkpoint: CheckpointId, base: Step, message: Round) -> bool:

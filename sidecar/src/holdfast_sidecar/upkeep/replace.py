@@ -85,8 +85,7 @@ class Replacer:
 
     async def _is_wanted(self, ref: ShardRef) -> bool:
         """Return whether the manifest of the shard's checkpoint is on this node."""
-        found = await self._tiers.pools.read.run(self._tiers.node.list_manifests)
-        return (ref.job_uid, ref.checkpoint) in found
+        return ref.checkpoint in await self._tiers.checkpoints(ref.job_uid)
 
     async def _manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
         """Replace a manifest. Return whether it is settled.

@@ -30,7 +30,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef, Step, age_of
 from holdfast_core.node.files import disk_errors
-from holdfast_core.node.tier import DiskNodeTier, manifests_in
+from holdfast_core.node.tier import DiskNodeTier, checkpoints_in
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
 
@@ -87,14 +87,14 @@ def next_round(tier: DiskNodeTier, others: Iterable[RestartRound]) -> RestartRou
     This does not reserve the round, see `holdfast.directory.open_folder`.
     """
     rounds = [*others]
-    rounds += [checkpoint.round for _, checkpoint in tier.list_manifests()]
+    rounds += [checkpoint.round for checkpoint in tier.checkpoints(JOB_UID)]
     rounds += [record.header.round for record in tier.list_shards()]
     return RestartRound(max(rounds, default=-1) + 1)
 
 
 def candidates(tier: DiskNodeTier) -> list[CheckpointId]:
     """Return the committed checkpoints of the tier, in the order in which `choose` tries them."""
-    return _of_training(tier.list_manifests())
+    return _newest_first(tier.checkpoints(JOB_UID))
 
 
 def committed(root: Path) -> list[CheckpointId]:
@@ -102,7 +102,7 @@ def committed(root: Path) -> list[CheckpointId]:
 
     This reads only the names of files, so that another process may write to the folder.
     """
-    return _of_training(manifests_in(root / "tier"))
+    return _newest_first(checkpoints_in(root / "tier", JOB_UID))
 
 
 def pins_of(root: Path) -> Path:
@@ -279,7 +279,3 @@ def _stored(store: FolderStore | None) -> frozenset[CheckpointId]:
 
 def _newest_first(checkpoints: Iterable[CheckpointId]) -> list[CheckpointId]:
     return sorted(checkpoints, key=age_of, reverse=True)
-
-
-def _of_training(manifests: Iterable[tuple[JobUid, CheckpointId]]) -> list[CheckpointId]:
-    return _newest_first(checkpoint for uid, checkpoint in manifests if uid == JOB_UID)

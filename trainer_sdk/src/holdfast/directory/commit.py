@@ -232,7 +232,7 @@ class Committer:
            cannot complete it while the disk is full for them, too.
         """
         with one_at_a_time(self.records_dir.parent):
-            committed = self._committed()
+            committed = candidates(self.tier)[::-1]  # the oldest first
             orphans = [
                 record
                 for record in self.tier.list_shards()
@@ -258,10 +258,6 @@ class Committer:
         self._delete(record)
         return record.checkpoint
 
-    def _committed(self) -> list[CheckpointId]:
-        """Return the committed checkpoints, oldest first."""
-        return sorted((c for uid, c in self.tier.list_manifests() if uid == JOB_UID), key=age_of)
-
     def _is_own(self, record: ShardRecord, *, leader: bool) -> bool:
         """Return whether this process may delete the shard.
 
@@ -273,7 +269,7 @@ class Committer:
     def _prune(
         self, newest: CheckpointId, protected: Collection[CheckpointId], leader: bool
     ) -> None:
-        committed = self._committed()
+        committed = candidates(self.tier)
         if leader:
             # The restore point of this run stays, to which a restart can return.
             needed = {

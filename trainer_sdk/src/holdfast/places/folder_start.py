@@ -36,7 +36,6 @@ from holdfast_core.errors import ConfigError, CorruptionError, HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, age_of
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.names import first_of
-from holdfast_core.node.tier import manifests_in
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +303,7 @@ class FolderStart:
 
     def _checkpoints(self) -> frozenset[CheckpointId]:
         try:
-            return frozenset(checkpoint for _, checkpoint in manifests_in(self._root / "tier"))
+            return frozenset(committed(self._root))
         except (HoldfastError, OSError):
             return frozenset()  # the folder was removed, so that it holds no newer checkpoint
 
