@@ -143,9 +143,9 @@ class DiskNodeTier:
                 "a limit within (0, 1] and a capacity that is not negative"
             )
         self._root = root
-        self._index = NodeIndex()
         self._name = name
         self.volume = Volume(root, capacity_bytes, fill_limit, advice)
+        self._index = NodeIndex(self.volume.budget)
         self.buffers = BufferPool(WRITE_BYTES, _KEPT_BUFFERS, BUFFER_LIMIT_BYTES)
         self.records = PodRecords(root, self.volume.directories)
         self._unreadable = UnreadableShards(monotonic)
@@ -169,7 +169,6 @@ class DiskNodeTier:
             spare_bytes = volume.spares.count()
         for shard in found.shards:
             self._index.add(shard)
-            volume.budget.add(shard.file_bytes)
         volume.budget.add(found.other_bytes - spare_bytes)
         for bad in found.torn:
             volume.budget.add(bad.path.lstat().st_size)
@@ -222,7 +221,7 @@ class DiskNodeTier:
         self._expect_open()
         if (unreadable := self._unreadable.why(ref)) is not None:
             raise unreadable
-        return self._indexed(ref)
+        return _indexed(ref, self._index, self.volume, self.buffers)
 
     def shard_path(self, ref: ShardRef) -> Path:
         return shard_path(self._root, ref)
@@ -232,12 +231,12 @@ class DiskNodeTier:
 
     def open_shard(self, ref: ShardRef) -> DiskShardReader:
         self._expect_open()
-        if self._indexed(ref) is None:
+        if _indexed(ref, self._index, self.volume, self.buffers) is None:
             raise NotFoundError(f"shard of {ref}: not in the {self._name} {self._root}")
         try:
             return DiskShardReader.open(self.shard_path(ref), ref, self.buffers)
         except NotFoundError:
-            self._forget(ref)
+            self._index.forget(ref)
             raise
 
     def delete_shard(self, ref: ShardRef) -> None:
@@ -249,7 +248,7 @@ class DiskNodeTier:
         # FileNotFoundError: another program removed the directory.
         with disk_errors(f"deleting shard {path}"), suppress(FileNotFoundError):
             volume.spares.put_aside(path)
-        self._forget(ref)
+        self._index.forget(ref)
         volume.directories.remove_if_empty(path.parent)
         # A rank writes one shard at a time, so that more spare files than ranks would never be taken.
         with disk_errors(f"listing the spare files of {self._root}"):
@@ -388,32 +387,29 @@ class DiskNodeTier:
             if written:
                 self.volume.budget.add(size)
 
-    def _forget(self, ref: ShardRef) -> None:
-        record = self._index.remove(ref)
-        if record is not None:
-            self.volume.budget.add(-record.file_bytes)
-
-    def _indexed(self, ref: ShardRef) -> ShardRecord | None:
-        """Return a shard that this process knows, or that another one wrote since `open`.
-
-        Raises UnreadableError, CorruptionError, FormatError.
-        """
-        if (known := self._index.find(ref)) is not None:
-            return known
-        path = self.shard_path(ref)
-        try:
-            record = read_shard(self._root, path, self.buffers)
-        except FileNotFoundError:
-            return None
-        if record.ref != ref:
-            raise CorruptionError(f"{path}: expected {ref}, found {record.ref}")
-        if self._index.add(record):
-            self.volume.budget.add(record.file_bytes)
-        return record
-
     def _expect_open(self) -> None:
         if not self._opened:
             raise TierError(f"{self._name} {self._root}: not open yet; call open() first")
+
+
+def _indexed(
+    ref: ShardRef, index: NodeIndex, volume: Volume, buffers: BufferPool
+) -> ShardRecord | None:
+    """Return a shard of the index, or one that another process wrote since the tier was opened.
+
+    Raises UnreadableError, CorruptionError, FormatError.
+    """
+    if (known := index.find(ref)) is not None:
+        return known
+    path = shard_path(volume.root, ref)
+    try:
+        record = read_shard(volume.root, path, buffers)
+    except FileNotFoundError:
+        return None
+    if record.ref != ref:
+        raise CorruptionError(f"{path}: expected {ref}, found {record.ref}")
+    index.add(record)
+    return record
 
 
 def checkpoints_in(root: Path, job_uid: JobUid) -> frozenset[CheckpointId]:
@@ -549,8 +545,7 @@ class ShardWrites:
             volume.quarantine(path, f"{path}: expected a file, found a directory")
         temp.publish(path)
         self._unreadable.forget(record.ref)
-        if self._index.add(record):
-            volume.budget.add(record.file_bytes)
+        self._index.add(record)
 
 
 def _directory(root: Path, header: ShardHeader) -> Path:

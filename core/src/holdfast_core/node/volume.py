@@ -54,22 +54,30 @@ _UNREADABLE_SECONDS = 60.0
 
 
 class NodeIndex:
-    """Index of the shards on the disk. Thread-safe."""
+    """Index of the shards on the disk, whose bytes it adds to the budget. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
         self._lock = threading.Lock()
         self._shards: dict[ShardRef, ShardRecord] = {}
 
-    def add(self, record: ShardRecord) -> bool:
-        """Add or replace a shard. Return False if it was in the index already."""
+    def add(self, record: ShardRecord) -> None:
+        """Add or replace a shard."""
         with self._lock:
             known = record.ref in self._shards
             self._shards[record.ref] = record
-            return not known
+        if not known:
+            self._budget.add(record.file_bytes)
 
     def remove(self, ref: ShardRef) -> ShardRecord | None:
+        """Remove a shard whose file stays, and still takes its bytes."""
         with self._lock:
             return self._shards.pop(ref, None)
+
+    def forget(self, ref: ShardRef) -> None:
+        """Remove a shard whose file is gone."""
+        if (record := self.remove(ref)) is not None:
+            self._budget.add(-record.file_bytes)
 
     def find(self, ref: ShardRef) -> ShardRecord | None:
         with self._lock:
