@@ -15,9 +15,10 @@ from tests.support.sidecar.ledgers import LAYOUT, OTHER_DIGEST, shard_info
 from tests.support.sidecar.waiting import until
 from tests.support.tiers.objects import MemoryObjectStore
 
-from holdfast_core.errors import RefusedError
-from holdfast_core.ids import Level, Rank, RestartRound, Step, Worker
+from holdfast_core.errors import AlreadyExistsError, RefusedError
+from holdfast_core.ids import Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
+    Failure,
     Ok,
     Plan,
     Policy,
@@ -28,6 +29,7 @@ from holdfast_core.messages.schema import (
     StoredAs,
 )
 from holdfast_core.store.tier import ObjectTier
+from holdfast_sidecar.base.telemetry import reason_of
 from holdfast_sidecar.coordinator.ledger import StepEntry
 from holdfast_sidecar.coordinator.plan import build_manifest
 
@@ -178,6 +180,30 @@ async def test_an_upload_that_cannot_end_does_not_hold_up_the_later_ones(tmp_pat
         world.prepare(12)
         await until(
             lambda: {m.upload.step for m in members.of(Plan) if m.upload is not None} == {10, 12},
+            "the next step is uploaded in its place",
+        )
+
+
+@pytest.mark.fault("The store holds other bytes under a shard's name, and does not replace them")
+async def test_an_upload_whose_name_is_taken_does_not_hold_up_the_later_ones(
+    tmp_path: Path,
+) -> None:
+    members = Members()
+    store = ObjectTier(MemoryObjectStore())
+    policy = Policy(interval_steps=1, object_every_steps=10)
+    taken = AlreadyExistsError("expected 5 bytes, found 4 bytes")
+    async with World(tmp_path, members, policy, store, round=ROUND) as world:
+        world.coordinator.start()
+        world.prepare(10)
+        await world.reaches(Level.LOCAL, 10)
+        await until(lambda: any(m.upload for m in members.of(Plan)), "step 10 is uploaded")
+        failure = Failure(Step(10), TierName.OBJECT, reason_of(TierName.OBJECT, taken), str(taken))
+        world.tell(1, failures=(failure,))
+        world.prepare(11)
+        await world.reaches(Level.LOCAL, 11)
+        world.tell(1, failures=(failure,))
+        await until(
+            lambda: {m.upload.step for m in members.of(Plan) if m.upload is not None} == {10, 11},
             "the next step is uploaded in its place",
         )
 

@@ -20,6 +20,7 @@ from prometheus_client import (
 from holdfast_core import logs
 from holdfast_core.errors import (
     AccessDeniedError,
+    AlreadyExistsError,
     CapacityError,
     CorruptionError,
     HoldfastError,
@@ -393,6 +394,8 @@ def reason_of(tier: TierName, error: BaseException) -> str:
             return error.code
         case AccessDeniedError():
             return "AccessDenied"
+        case AlreadyExistsError():
+            return Refusal.CONFLICT
         case CorruptionError():
             return "Corrupt"
         case NotFoundError() if tier is TierName.OBJECT:

@@ -363,6 +363,7 @@ class Coordinator:
         if before is None or before.saves != message.saves:
             self._commits.weigh_soon()
         self._alarm.look(self._parts.message.policy)
+        self._parts.uploads.look(message.failures)
         self._retention.look(message.worker)
         if urgent or message != before:
             self._versioned.bump(urgent=urgent)

@@ -11,7 +11,7 @@ not have it, for example because the bucket was emptied, the next committed step
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from holdfast_core import logs
 from holdfast_core.clock import Clock
@@ -21,7 +21,9 @@ from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import CheckpointId, Step, TierName
 from holdfast_core.messages.schema import (
     CHECKPOINT_MISSING,
+    Failure,
     PersistRequest,
+    Refusal,
     RestorePoint,
     Round,
 )
@@ -114,6 +116,26 @@ class GangUploads:
         if step in self._ledger.on_way_to_store:
             self._ledger.upload_ended(self._ledger.steps[step], persisted=False)
             self.ask_after(step)
+
+    def look(self, failures: Iterable[Failure]) -> None:
+        """Give up an upload for which the store keeps other bytes, once a later step waits for its end.
+
+        No repetition helps then. Without a later step the worker tries again: a person may have deleted the
+        object, and the last step of a gang is not given up.
+        """
+        first = self._ledger.uploads.first
+        if first is None:
+            return
+        for failure in failures:
+            is_taken = (failure.tier, failure.reason) == (TierName.OBJECT, Refusal.CONFLICT)
+            if not is_taken or failure.step != first.step:
+                continue
+            if len(self._ledger.on_way_to_store) == 1:
+                self.ask_after(first.step)
+            else:
+                logs.warning("an upload is given up", step=first.step, error=failure.message)
+                self._ledger.upload_ended(self._ledger.steps[first.step], persisted=False)
+            return
 
     def finish(self, newest: StepEntry | None) -> None:
         """Queue the gang's newest step after the ranks have ended, even if the interval does not name it."""
