@@ -296,6 +296,20 @@ def test_a_damaged_round_is_an_error_and_not_round_0(
         tier.records.read_round()
 
 
+@pytest.mark.fault("The record of the round is damaged on the disk of a sidecar that runs")
+def test_a_round_that_was_read_can_be_recorded_over_a_damaged_file(
+    root: Path, tier: DiskNodeTier
+) -> None:
+    """The sidecar would refuse every SEAL, and its pod would not be replaced, because it answers."""
+    tier.records.write_round(RestartRound(3), 2)
+    (root / "round.json").write_bytes(b"")
+    with pytest.raises(StaleRoundError):
+        tier.records.write_round(RestartRound(3), 1)
+    tier.records.write_round(RestartRound(4), 0)
+    again, _ = reopened(root)
+    assert again.records.read_round() == (4, 0)
+
+
 def test_a_spare_becomes_a_worker_for_good(root: Path, tier: DiskNodeTier) -> None:
     assert tier.records.read_worker() is None
     tier.records.write_worker(Worker(3))

@@ -184,11 +184,16 @@ class PodRecords:
         self._round, self._worker = root / ROUND_FILE, root / WORKER_FILE
         self._directories = directories
         self._lock = threading.Lock()
+        self._newest: tuple[RestartRound, int] | None = None
+        """The pair in the file. It is read once: if the file is damaged later, a SEAL must still succeed."""
 
     def read_round(self) -> tuple[RestartRound, int] | None:
         """Return the newest (round, version) that was written, or None. Raises CorruptionError."""
-        found = _read_numbers(self._round, _ROUND_FIELDS)
-        return None if found is None else (RestartRound(found["round"]), found["version"])
+        if self._newest is None:
+            found = _read_numbers(self._round, _ROUND_FIELDS)
+            if found is not None:
+                self._newest = RestartRound(found["round"]), found["version"]
+        return self._newest
 
     def write_round(self, round_: RestartRound, version: int) -> None:
         """Write (round, version) durably. Raises StaleRoundError if the file holds a newer pair."""
@@ -202,6 +207,7 @@ class PodRecords:
                     own_version=recorded[1],
                 )
             self._write(self._round, {"round": round_, "version": version})
+            self._newest = round_, version
 
     def read_worker(self) -> Worker | None:
         """Return the worker that this spare pod has become, or None. Raises CorruptionError."""
