@@ -12,6 +12,8 @@ import pytest
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.shards.shard_files import flip_bit
 from tests.support.sidecar.flows import AcceptingMember, running_flow
+from tests.support.sidecar.rounds import accepted, round_message
+from tests.support.sidecar.waiting import until
 
 from holdfast_core.ids import ShardRef, TierName, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Failure, Refusal, Refused
@@ -36,6 +38,15 @@ class RefusingOnce(AcceptingMember):
             refused = Refused(self._code, "the copy failed", message.round)
             raise_refused(refused)
         return super().copy(message)
+
+
+class Full(AcceptingMember):
+    """Members of which worker 1 has no room."""
+
+    async def call(self, worker: Worker, message: Any, kind: type[Any]) -> Any:
+        if worker == Worker(1):
+            raise_refused(Refused(Refusal.NO_SPACE, "the node is full", message.round))
+        return await super().call(worker, message, kind)
 
 
 class Slow(AcceptingMember):
@@ -88,6 +99,25 @@ async def test_a_bad_copy_is_quarantined_and_never_offered_again(tmp_path: Path)
         assert bad == [record.ref], "it is fetched again"
         assert len(quarantined(tmp_path)) == 1
         assert CORRUPTIONS in world.metrics.render().decode()
+
+
+@pytest.mark.fault("A worker that has no room for copies is no target any more")
+async def test_a_failed_copy_to_a_worker_that_gets_none_any_more_is_no_failure(
+    tmp_path: Path,
+) -> None:
+    """The coordinator would prune for the room of that worker, and the job show it, for the whole round."""
+    peer = Full()
+    async with running_flow(tmp_path, peer) as world:
+        record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+        world.flow.add(own_shard(record, committed=True))
+        await until(lambda: world.failures.current, "the copy fails")
+        world.current.state = accepted(
+            round_message(version=2, workers=3, copies={Worker(0): (Worker(2),)})
+        )
+        world.flow.wake()
+        await world.until_idle()
+        assert peer.copied == [record.ref]
+        assert world.failures.current == ()
 
 
 @pytest.mark.fault("A target cannot copy now (busy, full, sealed)")

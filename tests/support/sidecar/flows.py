@@ -70,10 +70,9 @@ class FlowWorld:
         usual = {"backoff_first_seconds": 0.01, "backoff_last_seconds": 0.01}
         self.failures = Failures(lambda: None)
         layouts: Any = EmptyLayouts()
+        self.current = CurrentRound(first_round())
         self.flow = Flow(
-            Pod(
-                Settings(contract, **(usual | settings)), SystemClock(), CurrentRound(first_round())
-            ),
+            Pod(Settings(contract, **(usual | settings)), SystemClock(), self.current),
             Tiers(self.node, store, self.pools),
             Members(member, member),
             layouts,

@@ -136,6 +136,8 @@ class Flow:
         self._running: set[Action] = set()
         self._paused: set[Action] = set()
         self._backoffs: dict[Action, Backoff] = {}
+        self._failing: set[Worker] = set()
+        """Targets of which a failed copy is among the failures."""
         self._unread = Counter[ShardKey]()
         """How often the disk did not return a shard that was to be sent."""
         self._tasks = Tasks()
@@ -267,6 +269,7 @@ class Flow:
         self._running.clear()
         self._paused.clear()
         self._backoffs.clear()
+        self._failing.clear()
         self._unread.clear()
         self._upload_request = None
         self._layouts_at.clear()
@@ -323,7 +326,12 @@ class Flow:
         state = self._current()
         if state.accepted is None:
             return
-        actions = next_actions(self._shards.values(), state.copy_targets())
+        targets = state.copy_targets()
+        # Nothing is copied to the others any more, so no success would end their failures.
+        for target in self._failing.difference(targets):
+            self._failing.discard(target)
+            self._failures.healthy(_copies_to(target))
+        actions = next_actions(self._shards.values(), targets)
         ready = [a for a in actions if a not in self._paused]
         for action in startable(ready, frozenset(self._running)):
             self._running.add(action)
@@ -358,8 +366,13 @@ class Flow:
 
     def _failed(self, action: Action, error: BaseException) -> None:
         if not (isinstance(error, RefusedError) and error.code in _PASSING):
-            self._failures.note(_subject(action), _tier(action), error, step=action.key.step)
+            self._note(action, _tier(action), error)
         self._pause(action)
+
+    def _note(self, action: Action, tier: TierName, error: BaseException) -> None:
+        self._failures.note(_subject(action), tier, error, step=action.key.step)
+        if action.target is not None:
+            self._failing.add(action.target)
 
     def _pause(self, action: Action) -> None:
         backoff = self._backoffs.setdefault(action, self._pod.backoff())
@@ -411,7 +424,7 @@ class Flow:
                 self._failed(action, failure)
             else:
                 self._lose(shard)
-                self._failures.note(_subject(action), TierName.NODE, failure, step=action.key.step)
+                self._note(action, TierName.NODE, failure)
             return
         except Exception as failure:  # noqa: BLE001 - as in _run
             self._failed(action, failure)
@@ -420,7 +433,7 @@ class Flow:
             self._failed(action, UnavailableError(f"{error}; but the copy on this node is intact"))
             return
         self._lose(shard)
-        self._failures.note(_subject(action), TierName.NODE, damage, step=action.key.step)
+        self._note(action, TierName.NODE, damage)
 
     async def _do(self, action: Action, shard: OwnShard) -> None:
         match action.verb:
@@ -554,11 +567,15 @@ def _tier(action: Action) -> TierName:
             return TierName.NODE
 
 
+def _copies_to(target: Worker | None) -> str:
+    return f"sending copies to worker {target}"
+
+
 def _subject(action: Action) -> str:
     """Return the subject under which failures of the action are kept."""
     match action.verb:
         case Verb.COPY:
-            return f"sending copies to worker {action.target}"
+            return _copies_to(action.target)
         case Verb.UPLOAD:
             return "uploads"
         case Verb.DESCRIBE:
