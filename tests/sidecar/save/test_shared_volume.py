@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.net import peer_dns_name
-from holdfast_core.save.place import RankLayouts, SlotNote, SlotNotes
+from holdfast_core.save.place import MAX_KNOWN, RankLayouts, SlotNote, SlotNotes
+from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, list_slots
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.telemetry import Metrics
@@ -222,6 +224,21 @@ def test_a_layout_is_not_given_through_a_link(
     assert asyncio.run(layouts.publish(DOCUMENT)) == DIGEST
     assert_untouched(victim)
     assert (shared / "layouts" / name).read_bytes() == DOCUMENT
+
+
+@pytest.mark.fault("A state has another structure at each save, for months")
+async def test_only_the_layouts_of_the_newest_saves_are_remembered(
+    shared: Path, layouts: RankLayouts
+) -> None:
+    """In a pod that lives for months, the sidecar would need all its memory for them."""
+    files = LayoutFiles(shared / "layouts")
+    kept = DOCUMENT
+    others = [rank_layout(rows_per_rank=100 + save) for save in range(MAX_KNOWN)]
+    for document in (kept, *others[:-1], kept, others[-1]):
+        files.ensure(document, digest_of(document))
+        await layouts.ensure(replace(NOTE.stage, layout=digest_of(document)))
+    assert len(layouts.known) == MAX_KNOWN
+    assert {digest_of(kept), digest_of(others[-1])} <= layouts.known.keys()
 
 
 @pytest.mark.fault("A trainer puts a link in place of the directory of layouts")

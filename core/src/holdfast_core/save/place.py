@@ -151,6 +151,11 @@ class SavePools:
             pool.close(wait=wait)
 
 
+MAX_KNOWN = 1024
+"""Layouts that are remembered: far more than the ranks of a pod save at a time. A state whose structure
+changes at each save has another one each time."""
+
+
 class RankLayouts:
     """Access to the layout documents of this pod's ranks, in the shared volume and on the node tier."""
 
@@ -159,7 +164,8 @@ class RankLayouts:
         self._node = node
         self._pools = pools
         self.known: dict[Digest, LayoutDigests] = {}
-        """What layouts of saves have in common with others. `ensure` adds those of its layouts."""
+        """What the layouts of the newest saves have in common with others, the one used last at the end.
+        `ensure` adds those of its layouts."""
 
     async def ensure(self, stage: Stage, put: Callable[[bytes], object] | None = None) -> None:
         """Make the layout of a save durable on the node tier. One that is there is only marked as used.
@@ -175,20 +181,28 @@ class RankLayouts:
             UnavailableError: The document cannot be read.
         """
         digest = stage.layout
-        if digest not in self.known or not await self._pools.meta.run(
-            self._node.keep_layout, digest
-        ):
-            self.known[digest] = await self._pools.meta.run(self._store, digest, put)
+        known = self.known.get(digest)
+        if known is None or not await self._pools.meta.run(self._node.keep_layout, digest):
+            known = await self._pools.meta.run(self._store, digest, put)
+        self._remember(digest, known)
 
     async def digests(self, digest: Digest) -> LayoutDigests:
         """Return what the layout of an own shard has in common with others.
 
         Raises what `document` raises.
         """
-        if digest not in self.known:
+        known = self.known.get(digest)
+        if known is None:
             # The process that stored this shard has ended since.
-            self.known[digest] = await self._pools.read.run(self._digests, digest)
-        return self.known[digest]
+            known = await self._pools.read.run(self._digests, digest)
+            self._remember(digest, known)
+        return known
+
+    def _remember(self, digest: Digest, digests: LayoutDigests) -> None:
+        self.known.pop(digest, None)
+        self.known[digest] = digests
+        if len(self.known) > MAX_KNOWN:
+            del self.known[next(iter(self.known))]
 
     async def document(self, digest: Digest) -> bytes:
         """Return the layout of an own shard. It is stored again if the node tier has lost it.

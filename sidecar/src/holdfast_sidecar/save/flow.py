@@ -145,8 +145,8 @@ class Flow:
         self.resuming = False
         """Whether own shards of this round that are on the node tier are still to be added. A report without
         them would say that they are lost."""
-        self._layouts_at: dict[tuple[Worker, Digest], float] = {}
-        """When a worker was last asked in this round to keep a layout."""
+        self._layouts_at: dict[tuple[Worker, Rank], tuple[Digest, float]] = {}
+        """The layout of a rank that a worker was last asked in this round to keep, and when."""
         self.known: frozenset[ReportedShard] | None = None
         """What the current coordinator has received of the table and accepts. None: it has not received
         a whole table yet."""
@@ -482,7 +482,7 @@ class Flow:
             TierName.PEER, shard.info.payload_bytes, self._pod.clock.monotonic() - started
         )
         if request.layout is not None:
-            self._layouts_at[target, request.layout] = started
+            self._layouts_at[target, shard.ref.rank] = request.layout, started
         self._update(shard, copied=target)
 
     async def _layout_to_keep(self, shard: OwnShard, target: Worker) -> Digest | None:
@@ -490,8 +490,8 @@ class Flow:
 
         The target deletes a layout that none of its shards has named for long.
         """
-        asked, now = self._layouts_at.get((target, shard.layout)), self._pod.clock.monotonic()
-        if asked is not None and now - asked < _KEEP_LAYOUT_SECONDS:
+        asked, at = self._layouts_at.get((target, shard.ref.rank), (None, 0.0))
+        if asked == shard.layout and self._pod.clock.monotonic() - at < _KEEP_LAYOUT_SECONDS:
             return None
         return None if await self._layout(shard) is None else shard.layout
 
