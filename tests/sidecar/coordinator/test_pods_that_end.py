@@ -70,6 +70,16 @@ async def test_pods_that_end_do_not_wait_for_a_worker_that_is_silent(tmp_path: P
         assert not world.coordinator.report(report(0, ends=True)).waits_for_store
 
 
+@pytest.mark.fault("A quota of the object store is reached while all pods of a gang are evicted")
+async def test_pods_that_end_do_not_wait_for_room_in_the_store(tmp_path: Path) -> None:
+    """Nothing is uploaded until a person acts, and the grace period may be an hour."""
+    store = ObjectTier(MemoryObjectStore())
+    async with CoordinatorWorld(tmp_path, None, NO_COPIES, store, hold_uploads=True) as world:
+        for worker in (0, 1):
+            reply = world.coordinator.report(report(worker, ends=True))
+        assert not reply.waits_for_store
+
+
 @pytest.mark.fault("The operator is away while the last pod of a gang saves and ends")
 async def test_a_pod_ends_when_the_operator_knows_of_the_newest_step_in_the_store(
     tmp_path: Path,

@@ -151,9 +151,10 @@ class GangEnd:
         """Whether no pod may end before the newest step is persisted.
 
         A step is persisted only if all workers upload their shards. So it is the same for all workers, and
-        false once one of them is silent.
+        false once one of them is silent. It is also false while a quota is reached: nothing would be uploaded
+        in the whole grace period.
         """
-        if self._store is None or self._copies_stay:
+        if self._store is None or self._parts.uploads.waits_for_room or self._copies_stay:
             return False
         # This looks at all workers, so it comes last: every report of each worker asks for it.
         return self._gathered.all_reported_since(self._clock.monotonic() - SILENT_SECONDS)

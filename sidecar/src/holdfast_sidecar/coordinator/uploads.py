@@ -165,6 +165,11 @@ class GangUploads:
         )
 
     @property
+    def waits_for_room(self) -> bool:
+        """Whether nothing is uploaded until the quota has room: uploads are held, and none is under way."""
+        return self.is_held and self._ledger.uploads.request is None
+
+    @property
     def _is_missing(self) -> bool:
         return self.is_stored is False
 
@@ -260,7 +265,7 @@ class GangUploads:
             entry = None if first is None else self._ledger.steps.get(first.step)
             if first is None or entry is None or entry.manifest is None:
                 continue
-            if self.is_held and self._ledger.uploads.request is None:
+            if self.waits_for_room:
                 continue
             try:
                 request = await self._requested(store, first)
