@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.support.shards.builders import BytesSource, shard_header
-from tests.support.sidecar.flows import AcceptingMember, running_flow
+from tests.support.sidecar.flows import DEADLINE_SECONDS, AcceptingMember, running_flow
 from tests.support.tiers.objects import MemoryObjectStore
 
 from holdfast_core.errors import UnavailableError, UnreadableError
@@ -72,6 +74,34 @@ async def test_a_shard_that_its_disk_does_not_return_is_given_up_and_kept(tmp_pa
         assert world.flow.lost == {step}
         assert len(attempts) == 10, "it was to be sent five times, and was read again each time"
         assert world.node.find(record.ref) == record
+    store.close()
+
+
+@pytest.mark.fault("A gang restarts again and again while its sidecars upload large shards")
+async def test_the_uploads_of_ended_rounds_delay_no_other_request_to_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that runs cannot be ended. The coordinator's manifests would wait for gigabytes."""
+    store, go_on, begun = ObjectTier(MemoryObjectStore()), threading.Event(), threading.Event()
+
+    def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
+        begun.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+        return StoredAs()
+
+    monkeypatch.setattr(ShardUploader, "upload", upload)
+    async with running_flow(tmp_path, AcceptingMember(), store=store) as world:
+        record = world.node.write_shard(shard_header(1000), BytesSource(bytes(1000)))
+        world.flow.add(own_shard(record, committed=True))
+        step = record.header.step
+        world.flow.request_upload(PersistRequest(RestartRound(0), step, RestartRound(0)))
+        assert await asyncio.to_thread(begun.wait, DEADLINE_SECONDS)
+        await world.flow.reset()
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                assert await world.pools.store.run(lambda: "another request") == "another request"
+        finally:
+            go_on.set()
     store.close()
 
 

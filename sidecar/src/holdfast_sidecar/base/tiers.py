@@ -26,7 +26,8 @@ class Pools(SavePools):
     * `copy`: copy the shards of other members to the node tier. There are more threads than members whose
       copies ROUND usually assigns to one worker, so that a member that stalls delays only its own copies.
     * `fetch`: read what ranks wait for, from peers and from the store.
-    * `store`: upload, and clean up the store.
+    * `upload`: upload shards. Those of a round that has ended go on until they are done.
+    * `store`: all other requests to the store that no rank waits for.
     * `scrub`: read the node tier again, slowly, and shards that may be damaged.
     """
 
@@ -35,6 +36,7 @@ class Pools(SavePools):
         self.fill = Pool("fill", disk)
         self.copy = Pool("copy", _COPY_THREADS)
         self.fetch = Pool("fetch", fetch)
+        self.upload = Pool("upload", store)
         self.store = Pool("store", store)
         self.scrub = Pool("scrub", 1)
 
@@ -50,7 +52,7 @@ class Pools(SavePools):
 
     def close(self, *, wait: bool = False) -> None:
         super().close(wait=wait)
-        for pool in (self.fill, self.copy, self.fetch, self.store, self.scrub):
+        for pool in (self.fill, self.copy, self.fetch, self.upload, self.store, self.scrub):
             pool.close(wait=wait)
 
 

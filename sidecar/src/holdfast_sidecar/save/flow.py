@@ -547,7 +547,7 @@ class Flow:
         request = self._upload_request
         if not self._is_requested(shard.key):
             return  # the step was given up meanwhile
-        stored_as = await self._tiers.pools.store.run(self._uploader.upload, shard.ref, request)
+        stored_as = await self._tiers.pools.upload.run(self._uploader.upload, shard.ref, request)
         if self._upload_request != request and stored_as.references:
             return  # the request has changed meanwhile: upload again as the newer one requires
         self._metrics.stored(
