@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from tests.support.sidecar.lifecycle_bed import SlowNode, World
 from tests.support.sidecar.rounds import round_message
+from tests.support.tiers.faulty import Fault, Faults, Faulty
 
 from holdfast_core.errors import StaleRoundError, TierError
-from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.ids import RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import RestorePoint, Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.rounds import OPERATOR
@@ -48,6 +49,18 @@ async def test_round_of_the_old_round_does_not_unseal_the_new_one(
     assert (state.round, state.accepted) == (5, None), "sealed for 5"
     assert slow.records.read_round() == (5, 0), "and durably so"
     assert world.rehydrations == []
+    world.pools.close()
+
+
+@pytest.mark.fault("A node does not say how much room it has, when an inventory is taken")
+async def test_a_volume_that_answers_again_is_no_failure(slow: SlowNode, tmp_path: Path) -> None:
+    """Else the job would show it until its next round, although every save succeeds."""
+    world, node = World(slow, tmp_path), Faulty(slow, Faults([Fault("free_bytes", times=1)]))
+    slow.free_bytes = node.free_bytes  # type: ignore[attr-defined]
+    await world.lifecycle.inventory()
+    assert [failure.tier for failure in world.failures.current] == [TierName.NODE]
+    await world.lifecycle.inventory()
+    assert world.failures.current == ()
     world.pools.close()
 
 

@@ -36,7 +36,7 @@ from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.telemetry import Failures, Metrics, Telemetry
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.upkeep.replace import Replacer
-from holdfast_sidecar.upkeep.scrub import Scrubber, ScrubPace, bad_documents
+from holdfast_sidecar.upkeep.scrub import Scrubber, ScrubPace, Verifier, bad_documents
 
 STATE = accepted(round_message(1))
 
@@ -103,16 +103,24 @@ class World:
         busy: Callable[[], bool] | None = None,
         replacer: Any = None,
     ) -> Scrubber:
-        _, fetcher = fetcher_of(STATE, self.node, self.peer, self.pools, ManualClock())
-        tiers = Tiers(node or self.node, None, self.pools)
         return Scrubber(
             Pod(settings, clock or SystemClock(), CurrentRound(STATE)),
-            tiers,
-            replacer or Replacer(tiers, fetcher, lambda: STATE),
+            Tiers(node or self.node, None, self.pools),
+            replacer or self.replacer(),
             Telemetry(self.metrics, failures or Failures(lambda: None)),
             busy=busy or (lambda: self.is_busy),
             throttle=lambda length: None,
         )
+
+    def verifier_of(
+        self, node: Any, failures: Failures, replacer: Replacer | None = None
+    ) -> Verifier:
+        tiers = Tiers(node, None, self.pools)
+        return Verifier(tiers, replacer or self.replacer(), Telemetry(self.metrics, failures))
+
+    def replacer(self) -> Replacer:
+        _, fetcher = fetcher_of(STATE, self.node, self.peer, self.pools, ManualClock())
+        return Replacer(Tiers(self.node, None, self.pools), fetcher, lambda: STATE)
 
     def counted(self, line: str) -> float:
         lines = self.metrics.render().decode().splitlines()
@@ -146,6 +154,40 @@ async def running(folder: Path) -> AsyncIterator[World]:
         world.pools.close()
 
 
+class NotedFailures(Failures):
+    """Failures that counts those that were noted."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self.noted = 0
+
+    def note(self, *error: Any, **step: Any) -> Any:
+        self.noted += 1
+        return super().note(*error, **step)
+
+
+@asynccontextmanager
+async def verifying(
+    folder: Path, *faults: Fault, pass_seconds: float
+) -> AsyncIterator[tuple[World, Verifier, NotedFailures]]:
+    """Run a scrub, and a verifier whose reads have the faults."""
+    world, failures = World(folder), NotedFailures()
+    replacer = world.replacer()
+    scrubber = world.scrubber_of(
+        Settings(contract_with(), scrub_pass_seconds=pass_seconds, scrub_rest_seconds=0.001),
+        failures=failures,
+        replacer=replacer,
+    )
+    verifier = world.verifier_of(Faulty(world.node, Faults(faults)), failures, replacer)
+    scrubber.start()
+    try:
+        yield world, verifier, failures
+    finally:
+        await scrubber.close()
+        await verifier.close()
+        world.pools.close()
+
+
 CORRUPT = f'holdfast_corruptions_detected_total{{tier="{TierName.NODE}"}}'
 SCRUBBED = "holdfast_scrubbed_bytes_total"
 
@@ -167,6 +209,45 @@ async def test_a_shard_that_changed_is_quarantined_and_fetched_again(tmp_path: P
         with world.node.open_shard(world.record.ref) as reader:
             reader.verify()
         assert world.counted(CORRUPT) == 1
+
+
+@pytest.mark.fault(
+    "A member has received bad bytes of a shard, and this node finds its copy damaged"
+)
+async def test_a_copy_that_a_member_found_bad_is_fetched_again(tmp_path: Path) -> None:
+    async with verifying(tmp_path, pass_seconds=1e6) as (world, verifier, _):
+        await world.until(lambda: world.counted(SCRUBBED) > len(PAYLOAD))
+        flip_bit(world.node.shard_path(world.record.ref), 4096 + len(PAYLOAD) // 2)
+        verifier.suspect(world.record.ref)
+        await world.until(lambda: len(world.quarantined()) == 1)
+        await world.until(lambda: world.node.find(world.record.ref) is not None)
+
+
+@pytest.mark.fault("A disk cannot read a shard once, of which a member has received bad bytes")
+async def test_a_verification_that_failed_is_a_failure_until_all_has_been_read(
+    tmp_path: Path,
+) -> None:
+    """Else the job would show it until its next round, although every save succeeds."""
+    fault = Fault("open_shard", TierError("reading shard /node/x: Input/output error"), times=1)
+    async with verifying(tmp_path, fault, pass_seconds=0.01) as (world, verifier, failures):
+        verifier.suspect(world.record.ref)
+        await world.until(lambda: failures.noted > 0)
+        await world.until(lambda: not failures.current)
+
+
+@pytest.mark.fault("Many ranks have received bad bytes of one shard")
+async def test_a_shard_is_verified_once_for_all_reports_that_come_meanwhile(
+    tmp_path: Path,
+) -> None:
+    world, faults = World(tmp_path), Faults()
+    verifier = world.verifier_of(Faulty(world.node, faults), Failures(lambda: None))
+    for _ in range(100):
+        verifier.suspect(world.record.ref)
+    await asyncio.sleep(0)
+    await world.pools.scrub.run(lambda: None)  # what was queued before has been done
+    assert faults.calls("open_shard") == 1
+    await verifier.close()
+    world.pools.close()
 
 
 @pytest.mark.fault("A shard on a node is deleted by another program")

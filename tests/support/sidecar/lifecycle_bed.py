@@ -107,6 +107,7 @@ class World:
             contract = replace(contract, job_uid=job_uid)
         settings = Settings(contract, settle_seconds=30.0, seal_seconds=45.0)
         changed: Signal[[]] = Signal()
+        self.failures = Failures(changed)
         self.gang = LocalGang(1)
         self.copied: list[OwnShard] = []
         """Shards of the restore point that are to be copied."""
@@ -146,7 +147,7 @@ class World:
             Tiers(self.node, store, self.pools),
             components,
             BackgroundLimit(folder, self.clock.monotonic),
-            Telemetry(Metrics(), Failures(changed)),
+            Telemetry(Metrics(), self.failures),
         )
 
     async def _nothing(self, *_: object) -> None:

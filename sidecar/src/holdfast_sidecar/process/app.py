@@ -84,7 +84,10 @@ class Sidecar:
         self._lifecycle = Lifecycle(pod, resources.disk, tiers, components, background, telemetry)
         self._incoming = IncomingCopies(pod, tiers, members, saves.flow.drops)
         self._pruner = Pruner(pod, tiers, saves, self._incoming, notices, telemetry.failures)
-        self._verifier = Verifier(tiers, telemetry)
+        replacer = Replacer(tiers, restores.fetcher, current)
+        restores.filler.lost.subscribe(replacer.shard_is_bad)
+        saves.flow.gone.subscribe(replacer.shard_is_bad)
+        self._verifier = Verifier(tiers, replacer, telemetry)
         self._manifests = ManifestRequests(
             pod, tiers, saves, telemetry.failures, peers, role.manifest
         )
@@ -121,9 +124,6 @@ class Sidecar:
         self._hooks = HookServer(
             pod.settings.node_dir, self._flushed, lambda: components.stuck, pod.clock
         )
-        replacer = Replacer(tiers, restores.fetcher, current)
-        restores.filler.lost.subscribe(replacer.shard_is_bad)
-        saves.flow.gone.subscribe(replacer.shard_is_bad)
         self._scrubber = Scrubber(
             pod,
             tiers,

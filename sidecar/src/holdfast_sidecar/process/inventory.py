@@ -110,6 +110,8 @@ class Inventories:
             self._telemetry.metrics.free(await self._read.run(self._node.free_bytes))
         except HoldfastError as error:
             self._telemetry.failures.note("node volume", TierName.NODE, error)
+        else:
+            self._telemetry.failures.healthy("node volume")
         whole = Inventory(
             worker=state.worker,
             pod=self._pod.contract.pod_name,

@@ -34,30 +34,37 @@ from holdfast_sidecar.upkeep.replace import Replacer
 class Verifier:
     """Handler of reports of bad bytes. Only a read here decides that a copy is bad, not the sender."""
 
-    def __init__(self, tiers: Tiers, telemetry: Telemetry) -> None:
+    def __init__(self, tiers: Tiers, replacer: Replacer, telemetry: Telemetry) -> None:
         self._tiers = tiers
+        self._replacer = replacer
         self._telemetry = telemetry
         self._tasks = Tasks()
+        self._suspected = set[ShardRef]()
+        """The shards that are being verified. Many ranks may have read the same bad copy."""
 
     def suspect(self, ref: ShardRef) -> None:
-        """Begin to verify the shard. A bad copy is quarantined."""
-        self._tasks.spawn(self._verify(ref), "verify")
+        """Begin to verify the shard, unless that is under way. A bad copy is quarantined and replaced."""
+        if ref not in self._suspected:
+            self._suspected.add(ref)
+            self._tasks.spawn(self._verify(ref), "verify")
 
     async def close(self) -> None:
         await self._tasks.cancel()
 
     async def _verify(self, ref: ShardRef) -> None:
-        failures = self._telemetry.failures
         try:
             damage = await self._tiers.quarantine_if_damaged(ref, self._telemetry.metrics)
         except NotFoundError:
             return
         except (HoldfastError, OSError) as error:
-            failures.note("verification", TierName.NODE, error)
+            # No later report may come. The scrub reads the shard again, and ends the failure.
+            self._telemetry.failures.note(_SUBJECT, TierName.NODE, error)
             return
+        finally:
+            self._suspected.discard(ref)
         if damage is not None:
             logs.warning("quarantined a bad copy", rank=ref.rank, step=ref.step, error=str(damage))
-        failures.healthy("verification")
+            self._replacer.shard_is_bad(ref)
 
 
 _SUBJECT = "scrub"
