@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from pathlib import Path
 from typing import Any
@@ -113,15 +114,18 @@ async def test_an_inventory_from_before_the_end_of_a_seal_does_not_carry_its_rou
 
 
 @pytest.mark.fault("A node's disk fails for a moment when a round begins")
+@pytest.mark.parametrize(
+    "error", [TierError("listing: Input/output error"), OSError(errno.EIO, "Input/output error")]
+)
 async def test_a_round_that_could_not_begin_begins_when_it_is_repeated(
-    slow: SlowNode, tmp_path: Path
+    slow: SlowNode, tmp_path: Path, error: Exception
 ) -> None:
     """A sidecar that took the round for begun would neither restore nor coordinate, and the gang would wait
     without end."""
     slow.go_on.set()
     world = World(slow, tmp_path)
     message = round_message(4, version=1, restore_point=RestorePoint(Step(10), RestartRound(3)))
-    errors = [TierError("listing: Input/output error")]
+    errors = [error]
 
     def list_shards() -> list[Any]:
         if errors:
@@ -129,7 +133,7 @@ async def test_a_round_that_could_not_begin_begins_when_it_is_repeated(
         return []
 
     slow.list_shards = list_shards
-    with pytest.raises(TierError):
+    with pytest.raises(type(error)):
         await world.lifecycle.round(OPERATOR, message)
     assert world.current.state.accepted is None
     await world.lifecycle.round(OPERATOR, message)

@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast_core import logs
-from holdfast_core.errors import AlreadyExistsError, HoldfastError, NotFoundError, RefusedError
+from holdfast_core.errors import AlreadyExistsError, NotFoundError, RefusedError
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import FinishCommit, Inventory, Refusal, Round, Seal
@@ -300,7 +300,7 @@ class Lifecycle:
                 logs.info("round begins", round=message.round, step=message.restore_point.step)
                 try:
                     await self._begin(message)
-                except HoldfastError:
+                except Exception:
                     # The operator repeats ROUND. A sidecar that held it already would begin nothing then.
                     if self._pod.state.accepted is message:
                         self._pod.current.state = replace(
