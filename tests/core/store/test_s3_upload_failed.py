@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,12 +10,13 @@ import pytest
 from tests.support.servers.credentials import StaticCredentials
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.errors import AccessDeniedError
+from holdfast_core.errors import AccessDeniedError, TierError
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.store.s3.client import S3Client, S3Reply, S3Request
 from holdfast_core.store.s3.credentials import Keys
 from holdfast_core.store.s3.errors import S3Failure
 from holdfast_core.store.s3.store import S3ObjectStore
+from holdfast_core.store.upload import WhileWanted
 from holdfast_core.tiers.objects import Part
 
 CONFIG = StoreConfig("localhost:1", False, "bucket", "", "", max_concurrency=1)
@@ -59,3 +61,26 @@ def test_no_part_is_made_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -
         objects.write("one", source)
     objects.close()
     assert (source.made, sent, aborted) == (1, ["1"], ["upload"])
+
+
+@pytest.mark.fault("The round of an upload is sealed while it sends a large shard")
+def test_no_part_is_sent_after_an_upload_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest would take the bandwidth of the next round's restore and uploads."""
+    client = S3Client(CONFIG, StaticCredentials(Keys("access", "secret")))
+    sent, aborted, stopped = list[str](), list[str](), threading.Event()
+
+    def stop(request: S3Request) -> S3Reply:
+        sent.append(request.query["partNumber"])
+        stopped.set()
+        return S3Reply(200, {"etag": "1"}, b"", None)
+
+    monkeypatch.setattr(client, "head", lambda key: None)
+    monkeypatch.setattr(client, "list_uploads", lambda prefix: ((), ""))
+    monkeypatch.setattr(client, "create_upload", lambda key: "upload")
+    monkeypatch.setattr(client, "abort_upload", lambda key, upload_id: aborted.append(upload_id))
+    monkeypatch.setattr(client, "send", stop)
+    objects = S3ObjectStore(client)
+    with pytest.raises(TierError, match="ended before its last part"):
+        objects.write("one", WhileWanted(Counted(made_while_sent=False), stopped))
+    objects.close()
+    assert (sent, aborted) == (["1"], ["upload"])

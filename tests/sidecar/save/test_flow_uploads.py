@@ -33,7 +33,9 @@ async def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
     Without the second report it would wait for ever, and no later step would be persisted."""
     store = ObjectTier(MemoryObjectStore())
 
-    def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
+    def upload(
+        self: ShardUploader, ref: ShardRef, request: PersistRequest, stopped: threading.Event
+    ) -> StoredAs:
         return StoredAs() if request.whole else StoredAs(BASE, ((BASE, 5),))
 
     monkeypatch.setattr(ShardUploader, "upload", upload)
@@ -81,10 +83,14 @@ async def test_a_shard_that_its_disk_does_not_return_is_given_up_and_kept(tmp_pa
 async def test_the_uploads_of_ended_rounds_delay_no_other_request_to_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that runs cannot be ended. The coordinator's manifests would wait for gigabytes."""
+    """A part that is being sent cannot be ended, and a part after it would be sent in vain."""
     store, go_on, begun = ObjectTier(MemoryObjectStore()), threading.Event(), threading.Event()
+    stops: list[threading.Event] = []
 
-    def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
+    def upload(
+        self: ShardUploader, ref: ShardRef, request: PersistRequest, stopped: threading.Event
+    ) -> StoredAs:
+        stops.append(stopped)
         begun.set()
         assert go_on.wait(DEADLINE_SECONDS)
         return StoredAs()
@@ -96,7 +102,9 @@ async def test_the_uploads_of_ended_rounds_delay_no_other_request_to_the_store(
         step = record.header.step
         world.flow.request_upload(PersistRequest(RestartRound(0), step, RestartRound(0)))
         assert await asyncio.to_thread(begun.wait, DEADLINE_SECONDS)
+        assert not stops[0].is_set()
         await world.flow.reset()
+        assert stops[0].is_set()
         try:
             async with asyncio.timeout(DEADLINE_SECONDS):
                 assert await world.pools.store.run(lambda: "another request") == "another request"
@@ -112,7 +120,9 @@ async def test_a_new_request_ends_the_one_before(
     """The shards of the step that was given up would take the store's bandwidth first."""
     store = ObjectTier(MemoryObjectStore())
 
-    def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
+    def upload(
+        self: ShardUploader, ref: ShardRef, request: PersistRequest, stopped: threading.Event
+    ) -> StoredAs:
         if ref.step == 1:
             raise UnavailableError("the store is slow")
         return StoredAs()

@@ -23,6 +23,7 @@ rather than waits for another node. All calls block.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from holdfast_core.errors import (
@@ -116,7 +117,7 @@ TableSource = Callable[[Sequence[ShardRef]], Iterable[Trailer]]
 
 
 class ShardUploader:
-    """Uploader of the shards of own ranks. The caller runs one upload at a time."""
+    """Uploader of the shards of own ranks. Uploads that were ended may still run beside the present one."""
 
     def __init__(
         self,
@@ -145,7 +146,12 @@ class ShardUploader:
         """Byte-shuffle width of each chunk, by the digest of an own rank's layout. Cleared when it has an
         entry for every own rank and a new layout is added."""
 
-    def upload(self, ref: ShardRef, request: PersistRequest | None) -> StoredAs:
+    def upload(
+        self,
+        ref: ShardRef,
+        request: PersistRequest | None,
+        stopped: threading.Event | None = None,
+    ) -> StoredAs:
         """Upload the shard and its layout unless the store holds them, and return how it holds the shard.
 
         A shard whose layout the node tier has lost is uploaded without it: ranks with the same placements
@@ -154,6 +160,7 @@ class ShardUploader:
         Args:
             ref: The own shard on the node tier.
             request: The coordinator's request. Without one the shard is stored whole.
+            stopped: Once it is set, the upload ends with a TierError.
 
         Raises:
             NotFoundError: The shard is not on the node tier.
@@ -163,9 +170,9 @@ class ShardUploader:
         """
         with self._node.open_shard(ref) as reader:
             self._upload_layout(reader)
-            found = None if request is None else self._upload_pack(reader, request)
+            found = None if request is None else self._upload_pack(reader, request, stopped)
             if found is None:
-                self._store.upload_shard(self._namespace, reader)
+                self._store.upload_shard(self._namespace, reader, stopped)
             return found or StoredAs()
 
     def _upload_layout(self, reader: ShardReader) -> None:
@@ -177,7 +184,9 @@ class ShardUploader:
             return
         self._store.put_layout(self._namespace, ref, document)
 
-    def _upload_pack(self, reader: ShardReader, request: PersistRequest) -> StoredAs | None:
+    def _upload_pack(
+        self, reader: ShardReader, request: PersistRequest, stopped: threading.Event | None
+    ) -> StoredAs | None:
         """Store the shard as a pack, or return None if it is to be stored whole.
 
         It is stored whole if an object has the whole shard's name already, because readers look there
@@ -196,9 +205,9 @@ class ShardUploader:
             return None
         try:
             if widths is None:
-                store.upload_pack(namespace, reader, index)
+                store.upload_pack(namespace, reader, index, stopped)
             else:
-                store.upload_encoded(namespace, reader, index, widths)
+                store.upload_encoded(namespace, reader, index, widths, stopped)
         except AlreadyExistsError:
             # Another attempt, which had other tables, has stored its pack. It holds the same shard, and
             # objects are never overwritten.
@@ -245,7 +254,8 @@ class ShardUploader:
         None if the layout cannot be read: the shard is then stored uncompressed.
         """
         ref, header = reader.record.ref, reader.record.header
-        if header.layout not in self._widths:
+        widths = self._widths.get(header.layout)
+        if widths is None:
             try:
                 layout = parse_rank_layout(self._node.get_layout(header.layout))
             except (NotFoundError, CorruptionError, FormatError) as error:
@@ -253,8 +263,8 @@ class ShardUploader:
                 return None
             if len(self._widths) >= self._own_ranks:
                 self._widths.clear()
-            self._widths[header.layout] = chunk_widths(layout, header)
-        return self._widths[header.layout]
+            widths = self._widths[header.layout] = chunk_widths(layout, header)
+        return widths
 
     def _earlier(
         self, ref: ShardRef, base: CheckpointId, request: PersistRequest

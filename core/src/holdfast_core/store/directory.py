@@ -82,8 +82,7 @@ class DirectoryObjectStore:
         parts: Iterable[Part] = source.parts(PART_BYTES)
         expected = None
         if not source.made_while_sent:
-            parts = tuple(parts)
-            expected = info_of(parts)
+            expected, parts = info_of(parts), source.parts(PART_BYTES)
         with _store_errors(f"write of {path}"):
             if not replace and self._is_stored(path, expected):
                 return

@@ -9,6 +9,7 @@ checkpoints to keep, and `store.rules` which of the others are dead.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,9 +26,9 @@ from holdfast_core.shards.pack import PackIndex
 from holdfast_core.store.download.shard import StoredShardReader, is_damaged, open_stored_shard
 from holdfast_core.store.download.stored import StoredShard, StoredShards
 from holdfast_core.store.rules import dead
-from holdfast_core.store.upload import CompressedPack, Document, PlainPack, WholeShard
+from holdfast_core.store.upload import CompressedPack, Document, PlainPack, WhileWanted, WholeShard
 from holdfast_core.tiers.base import OpenWriter, ShardReader
-from holdfast_core.tiers.objects import Listed, ObjectStore, Page
+from holdfast_core.tiers.objects import Listed, ObjectSource, ObjectStore, Page
 
 Dead = Callable[[Collection[CheckpointId], frozenset[CheckpointId]], frozenset[CheckpointId]]
 """Takes checkpoints and those that have a manifest, and returns those that do not exist and never will."""
@@ -243,6 +244,10 @@ def folder_names(store: ObjectStore, prefix: str, *, all_pages: bool = False) ->
     return found
 
 
+def _while_wanted(source: ObjectSource, stopped: threading.Event | None) -> ObjectSource:
+    return source if stopped is None else WhileWanted(source, stopped)
+
+
 READERS = 4
 
 
@@ -296,17 +301,25 @@ class ObjectTier:
 
     # ------------------------------------------------------------------ shards
 
-    def upload_shard(self, namespace: str, reader: ShardReader) -> None:
+    def upload_shard(
+        self, namespace: str, reader: ShardReader, stopped: threading.Event | None = None
+    ) -> None:
         """Store a whole shard. Send nothing if the store holds exactly these bytes already.
 
         If the stored object does not verify as this shard, it is replaced where the store can do that.
+
+        Args:
+            namespace: Namespace of the job.
+            reader: The shard on the node.
+            stopped: Once it is set, the shard is not wanted any more, and the upload ends with a TierError.
 
         Raises:
             AlreadyExistsError: The store holds other bytes under the shard's key.
             CorruptionError: The local shard is damaged.
         """
         ref = reader.record.ref
-        key, source = self._key(namespace, ref, keys.shard_key), WholeShard(reader)
+        key = self._key(namespace, ref, keys.shard_key)
+        source = _while_wanted(WholeShard(reader), stopped)
         try:
             self._store.write(key, source)
         except AlreadyExistsError:
@@ -321,18 +334,28 @@ class ObjectTier:
                 self._conflicts.add(key)
                 raise
 
-    def upload_pack(self, namespace: str, reader: ShardReader, index: PackIndex) -> None:
+    def upload_pack(
+        self,
+        namespace: str,
+        reader: ShardReader,
+        index: PackIndex,
+        stopped: threading.Event | None = None,
+    ) -> None:
         """Store a pack: the chunks that `index` places in it, and the index.
 
         The caller makes sure that the shards to which the index refers stay in the store. Raises what
         `upload_shard` raises.
         """
-        self._store.write(
-            self._key(namespace, reader.record.ref, keys.pack_key), PlainPack(reader, index)
-        )
+        source = _while_wanted(PlainPack(reader, index), stopped)
+        self._store.write(self._key(namespace, reader.record.ref, keys.pack_key), source)
 
     def upload_encoded(
-        self, namespace: str, reader: ShardReader, index: PackIndex, widths: bytes
+        self,
+        namespace: str,
+        reader: ShardReader,
+        index: PackIndex,
+        widths: bytes,
+        stopped: threading.Event | None = None,
     ) -> PackIndex:
         """Store a pack with compressed chunks (shards.coding).
 
@@ -341,6 +364,7 @@ class ObjectTier:
             reader: The shard on the node.
             index: Which chunks the pack stores; its coding is replaced.
             widths: Element width in bytes for each chunk of the payload.
+            stopped: As for `upload_shard`.
 
         Returns:
             The index with the coding of the stored chunks.
@@ -350,7 +374,8 @@ class ObjectTier:
             CorruptionError: The local shard is damaged.
         """
         source = CompressedPack(reader, index, widths)
-        self._store.write(self._key(namespace, reader.record.ref, keys.pack_key), source)
+        key = self._key(namespace, reader.record.ref, keys.pack_key)
+        self._store.write(key, _while_wanted(source, stopped))
         self._compressed(source.index.payload_bytes_here, source.index.stored_bytes)
         return source.index
 

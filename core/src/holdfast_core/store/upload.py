@@ -24,18 +24,19 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
+import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast_core.errors import CorruptionError
+from holdfast_core.errors import CorruptionError, TierError
 from holdfast_core.format.canonical import append_crc, crc32c
 from holdfast_core.ids import ByteRange
 from holdfast_core.shards.coding import ChunkEncoder
 from holdfast_core.shards.file import head_bytes
 from holdfast_core.shards.pack import HERE, PLAIN, Coding, PackIndex, pack_index
 from holdfast_core.tiers.base import ShardReader
-from holdfast_core.tiers.objects import FileRange, Part, unreadable
+from holdfast_core.tiers.objects import FileRange, ObjectSource, Part, unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,33 @@ class Document:
 
     def verify(self) -> None:
         """Do nothing: bytes in memory have no checksum from before."""
+
+
+class WhileWanted:
+    """ObjectSource of another source, as long as its object is wanted.
+
+    The upload of gigabytes cannot be cancelled otherwise, and would take bandwidth from later ones.
+    """
+
+    def __init__(self, source: ObjectSource, stopped: threading.Event) -> None:
+        """Once `stopped` is set, no further part is made."""
+        self._source = source
+        self._stopped = stopped
+        self.made_while_sent = source.made_while_sent
+
+    @property
+    def size_limit(self) -> int:
+        return self._source.size_limit
+
+    def parts(self, part_bytes: int) -> Iterator[Part]:
+        """Make the parts. Raises TierError, which no store retries, when they are not wanted any more."""
+        for part in self._source.parts(part_bytes):
+            if self._stopped.is_set():
+                raise TierError("the upload was ended before its last part")
+            yield part
+
+    def verify(self) -> None:
+        self._source.verify()
 
 
 class CompressedPack:

@@ -157,8 +157,7 @@ class Upload:
         parts = self._source.parts(self._sizes.part_bytes)
         expected = None
         if not self._source.made_while_sent:
-            plan = tuple(parts)
-            expected, parts = info_of(plan), iter(plan)
+            expected, parts = info_of(parts), self._source.parts(self._sizes.part_bytes)
         if self._retrier.call(f"look for {self._key}", lambda: self._is_stored(expected)):
             return
         made = deque([next(parts)])
