@@ -20,8 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 18740,  # 280 of them are stores of Google: their keys, errors and fields
-    "operator": 14250,
+    "core": 18755,  # 280 of them are stores of Google: their keys, errors and fields
+    # 160 of them keep what nothing proves to be lost or owned: the data of other clusters, and pods while the
+    # store lacks a checkpoint. They also say what a quota or a missing store holds up.
+    "operator": 14410,
     "sidecar": 8640,
     "trainer_sdk": 18000,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
     "cli": 5250,

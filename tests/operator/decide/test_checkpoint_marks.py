@@ -24,12 +24,15 @@ from holdfast_core.api import (
     CheckpointPhase,
     CheckpointStatus,
     JobCondition,
+    StoreDrills,
     changed,
 )
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step
 from holdfast_core.messages.schema import StepState
 from holdfast_operator.decide.checkpoints import WRITES_PER_PASS, unsaved
 from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.drills import drill_result, drilled_status
+from holdfast_operator.model.command_pods import CommandReport
 from holdfast_operator.model.job import Observed, StoreView
 from holdfast_operator.model.reasons import Reason
 
@@ -118,6 +121,49 @@ def test_what_the_store_lacks_is_not_restorable() -> None:
     assert {n: restorable(s) for n, s in found.items()} == {
         KNOWN[2].name: ("False", Reason.CHECKPOINT_MISSING)
     }
+
+
+def lacking_newest(*, over: bool, **changes: Any) -> Observed:
+    """Return a job whose newest checkpoint the store has lacked, and whose sidecars say nothing now."""
+    missing = condition(JobCondition.CHECKPOINT_MISSING, True, Reason.CHECKPOINT_MISSING, "", START)
+    found = written(training(coordinator={"newest_is_stored": False}))
+    seen = (*KNOWN[:2], changed(KNOWN[2], status=found[KNOWN[2].name]))
+    if over:
+        end = condition(JobCondition.COMPLETE, True, Reason.COMPLETED, "", START)
+        changes |= {"completion_time": START, "conditions": (missing, end)}
+    observed = with_status(training(seen), **{"conditions": (missing,), **changes})
+    return replace(observed, coordinator=None)
+
+
+@pytest.mark.fault("The store lacks a checkpoint, and no sidecar is left that could find it again")
+@pytest.mark.parametrize("over", [False, True], ids=["a new operator", "the end of the job"])
+def test_what_the_store_lacked_is_not_restorable_until_it_is_found(over: bool) -> None:
+    """retention.whenDeleted KeepLast would keep it, and delete the older ones, which are there."""
+    observed = lacking_newest(over=over)
+    assert written(observed) == {}
+    if not over:
+        found = written(training(observed.checkpoints))
+        assert found == {}, "the coordinator has not compared yet"
+        back = written(training(observed.checkpoints, coordinator={"newest_is_stored": True}))
+        assert {n: restorable(s) for n, s in back.items()} == {
+            KNOWN[2].name: ("True", Reason.PERSISTED)
+        }
+
+
+def test_after_the_end_a_drill_ends_the_condition_that_it_is_missing() -> None:
+    observed = lacking_newest(over=True, missing=(KNOWN[2].id,))
+    assert decide(observed, now()).status is None
+    lacked = observed.checkpoints[2]
+    report = CommandReport({"badCount": 0, "readBytes": 1, "seconds": 1.0})
+    drilled = drilled_status(lacked, drill_result(report), StoreDrills(), None, now().utc)
+    assert restorable(drilled) == ("True", Reason.INTACT)
+    observed = replace(observed, checkpoints=(*KNOWN[:2], changed(lacked, status=drilled)))
+    decision = decide(observed, now())
+    assert decision.status is not None
+    status = decision.status.status
+    assert status.missing == ()
+    assert not status.is_true(JobCondition.CHECKPOINT_MISSING)
+    assert of_kind(decision.actions, "change Checkpoint") == []
 
 
 def test_a_pin_and_the_policy_of_the_job_follow_the_spec() -> None:

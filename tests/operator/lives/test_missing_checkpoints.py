@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.support.operator.decisions import counting
+from tests.support.operator.fake_cluster import TAINT_SECONDS
 from tests.support.operator.life import Life
 
 from holdfast_core.ids import CheckpointId
@@ -141,6 +142,37 @@ def test_pods_with_the_only_copies_are_not_deleted_for_a_checkpoint_that_is_miss
     life.run(120)
     assert life.cluster.newest_commit() == newest
     assert not life.status.is_true("Suspended")
+
+
+@pytest.mark.fault("Nodes with all copies of a step are cut off while the store lacks it")
+@pytest.mark.parametrize("restarts", [False, True], ids=["one operator", "a new operator"])
+@pytest.mark.parametrize("returns", ["nodes", "objects"])
+def test_pods_on_lost_nodes_are_kept_while_the_store_lacks_the_step(
+    returns: str, restarts: bool
+) -> None:
+    life = stored_life()
+    life.cluster.gang.run.interval = 1_000_000  # type: ignore[union-attr]
+    life.run(20)
+    newest = persisted(life)
+    assert newest is not None
+    assert newest == life.cluster.newest_commit()
+    had = empty_the_bucket(life)
+    life.run(20, until=lambda s: s.is_true(MISSING))
+    nodes = [life.cluster.nodes[life.cluster.pods[life.pod(w)].view.node or ""] for w in (0, 1)]
+    for node in nodes:
+        node.cut_off = True
+    if restarts:
+        life.restart()
+    life.run(3 * TAINT_SECONDS)
+    assert life.nothing_was_deleted()
+    if returns == "objects":
+        life.cluster.store.checkpoints.update(had)
+    else:
+        for node in nodes:
+            node.cut_off = False
+    life.run(200, until=lambda s: s.is_true("Running"))
+    assert life.status.is_true("Running")
+    assert set(restored_steps(life)) == {newest.step}
 
 
 @pytest.mark.fault("The bucket is emptied, and filled again after the job has failed")

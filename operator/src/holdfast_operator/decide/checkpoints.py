@@ -282,9 +282,11 @@ class _Look:
         self._released = world.spec.failure_policy.released_steps
         self._when_deleted = world.spec.checkpoint.retention.when_deleted
         self._store = self._of_store()
-        self._absent = missing_ids(world)
+        # After the end of the job a drill is the only look at the store, and it marks the object itself.
+        self._absent = frozenset() if over else missing_ids(world)
         if newest_is_missing(world) is not None and world.last_persisted is not None:
             self._absent |= {world.last_persisted.id}
+        self._found = _found(world)
 
     def marked(self, checkpoint: Checkpoint, id_: CheckpointId) -> CheckpointStatus:
         """Return the status with what is true now; the same object if nothing has changed."""
@@ -323,6 +325,8 @@ class _Look:
         old = status.condition(kind)
         if old is not None and (old.status, old.reason) == (ConditionStatus.of(value), reason):
             return status
+        if old is not None and old.reason == Reason.INTACT and value:
+            return status  # CheckpointMissing of a job that is over ends by this reason
         return status.with_condition(kind, value, reason, text, self._world.now.utc)
 
     def _restorable(
@@ -337,7 +341,9 @@ class _Look:
         if id_ in self._absent:
             text = "the object store lacks it: put its objects back, or restore another checkpoint"
             return False, Reason.CHECKPOINT_MISSING, text
-        return self._store
+        known = status.condition(CheckpointCondition.RESTORABLE)
+        was_absent = known is not None and known.reason == Reason.CHECKPOINT_MISSING
+        return None if was_absent and id_ not in self._found else self._store
 
     def _of_store(self) -> tuple[bool | None, Reason, str] | None:
         """Return whether what the store has could be restored."""
@@ -385,6 +391,20 @@ class _Look:
         known = holders(answered)
         found = candidates(self._world, answered)
         return frozenset(c.id for c in found if is_complete(c, known))
+
+
+def _found(world: World) -> set[CheckpointId]:
+    """Return the checkpoints that the gang has found in the store in this round.
+
+    A coordinator that has not answered, or is gone, says nothing. What was missing then stays so: retention
+    would keep it instead of one that is there.
+    """
+    compared = _commit_of(world.state.last_persisted) or world.last_persisted
+    found = {compared.id} if compared is not None and world.state.newest_is_stored else set()
+    point = world.status.restore_point
+    if world.state.running and point is not None and point.id is not None and not point.job_uid:
+        found.add(point.id)
+    return found
 
 
 _COMPLETE = "the nodes of the job have every shard"

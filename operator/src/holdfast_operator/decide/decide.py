@@ -64,6 +64,7 @@ from holdfast_operator.decide.report import recovery
 from holdfast_operator.decide.report.conditions import (
     describe_wait,
     unreadable_pass,
+    with_missing,
     with_rollback,
 )
 from holdfast_operator.decide.report.status import (
@@ -103,7 +104,7 @@ from holdfast_operator.model.reasons import Reason
 ASKED_MEMBERS = 4
 """Members that are sent the manifest of an interrupted commit, or that list the object store."""
 LIST_SECONDS = 60.0
-"""Interval in which the store is listed while a gang whose checkpoints are lost waits for a person."""
+"""Interval in which the store is listed while a gang waits because the store lacks its checkpoints."""
 RUNNING_SECONDS = 5.0
 """Pause between passes while the gang trains."""
 
@@ -243,10 +244,13 @@ def _finishes(world: World, choice: restore_point.InterruptedCommit) -> Iterator
 
 def _store_is_due(world: World, note: Note) -> bool:
     """Return whether the store is listed again while the gang waits: its objects may be restored."""
-    if note.reason != Reason.CHECKPOINTS_LOST:
+    for_holders = note.reason == Reason.WAITING_FOR_HOLDERS and readable.store_is_doubted(world)
+    if not for_holders and note.reason != Reason.CHECKPOINTS_LOST:
         return False
-    listed = world.memory.done.get(Done.STORE_LISTED, world.memory.round_seen_at)
-    return world.spec.store is not None and world.seconds_since(listed) >= LIST_SECONDS
+    first = None if for_holders else world.memory.round_seen_at
+    listed = world.memory.done.get(Done.STORE_LISTED, first)
+    is_recent = listed is not None and world.seconds_since(listed) < LIST_SECONDS
+    return world.spec.store is not None and not is_recent
 
 
 def _store_lists(world: World) -> Iterator[Action]:
@@ -431,6 +435,8 @@ def over(world: World) -> Decision:
         return Decision.of((write, *record, event), 0.0, event.message)
     if status.is_true(JobCondition.PODS_KEPT):
         status = renamed(world, refresh_kept(world, status))
+    else:
+        status = with_missing(status, world)
     present = world.with_status(status)
     kept = ends.why_kept_after_the_end(present)
     status = ends.with_pods_kept(status, present, kept)

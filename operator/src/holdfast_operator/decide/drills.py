@@ -288,6 +288,10 @@ def drilled_status(
     elif result.exit is not DrillExit.DAMAGED and mark is not None and mark.reason == DAMAGED:
         text = "a later drill found it intact"
         status = status.with_condition(kinds.QUARANTINED, False, Reason.RELEASED, text, now)
+    refused = status.condition(kinds.RESTORABLE)
+    found = result.exit is DrillExit.INTACT and not status.is_true(kinds.QUARANTINED)
+    if found and refused is not None and refused.is_false:
+        status = status.with_condition(kinds.RESTORABLE, True, result.reason, result.message, now)
     return changed(status, verified_at=now)
 
 

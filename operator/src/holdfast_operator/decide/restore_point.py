@@ -123,7 +123,8 @@ def choose(world: World) -> Choice:
     if back is not None:
         return back
     if unknown:
-        sure = None if best is None or best.id in readable.missing_ids(world) else best
+        is_sure = best is not None and readable.is_sure(world, best, holders)
+        sure = best if is_sure else None
         reason = _reason_to_await_silent(world, answered, sure)
         below = newest is not None and (best is None or best.id.step < newest)
         if reason is not None or (below and not _timed_out(world)):

@@ -12,7 +12,8 @@ not bring them back.
 1. The restore point is missing if every place has replied to a sidecar that it has no good copy. A place that
    does not answer may have one (CoordinatorState.restore_may_succeed).
 2. The coordinator compares the newest persisted checkpoint with the store (newest_is_stored), and reports a
-   failure with reason CheckpointMissing while the store does not have it.
+   failure with reason CheckpointMissing while the store does not have it. From then on nothing in the store
+   is sure until a sidecar has found the step there (store_is_doubted).
 3. status.missing lists the restore points that were missing, until the gang trains. They are restored only if
    no other checkpoint is complete. The newest of them is then waited for: sidecars look for it until they
    find it, so no new round is necessary.
@@ -114,21 +115,29 @@ def missing_ids(world: World) -> frozenset[CheckpointId]:
     return frozenset(world.status.missing)
 
 
+def store_is_doubted(world: World) -> bool:
+    """Return whether the store lacked a checkpoint of the job, and no sidecar has found the newest one since.
+
+    A sidecar that does not answer has found nothing: after a restart of the operator, or the loss of the
+    coordinator's node, condition CheckpointMissing is all that is known.
+    """
+    if newest_is_missing(world) is not None:
+        return True
+    if not world.status.is_true(JobCondition.CHECKPOINT_MISSING) or world.state.newest_is_stored:
+        return False
+    last = world.last_persisted
+    return last is None or last.id not in stored_list(answered_of(world))
+
+
 def stored(world: World) -> PersistedStep | None:
     """Return the newest persisted checkpoint, or None if there is none or the store may lack it.
 
-    What follows from it may delete pods, which then have the only copies. While condition CheckpointMissing
-    is true, only a step that this round has persisted or compared is sure: a new round has not compared
-    anything yet.
+    What follows from it may delete pods, which then have the only copies.
     """
     last = world.last_persisted
-    if last is None or last.id in missing_ids(world) or newest_is_missing(world) is not None:
+    if last is None or last.id in missing_ids(world) or store_is_doubted(world):
         return None
-    if last.id in quarantined(world) and last.id in damaged(world):
-        return None
-    compared = bool(world.state.newest_is_stored)
-    was_missing = world.status.is_true(JobCondition.CHECKPOINT_MISSING)
-    return None if was_missing and last.round < world.round and not compared else last
+    return None if last.id in quarantined(world) and last.id in damaged(world) else last
 
 
 def with_missing_restore_point(status: TrainingJobStatus) -> TrainingJobStatus:
@@ -287,8 +296,18 @@ def holders(answered: list[MemberState]) -> Holders:
 
 def is_complete(candidate: Candidate, known: Holders) -> bool:
     """Return whether the checkpoint is persisted, or every rank's shard has a holder."""
-    if candidate.persisted:
-        return True
+    return candidate.persisted or _is_held(candidate, known)
+
+
+def is_sure(world: World, candidate: Candidate, known: Holders) -> bool:
+    """Return whether the checkpoint is complete even if what the store has lacked once is not in it now."""
+    if candidate.id in missing_ids(world):
+        return False
+    in_store = candidate.persisted and not store_is_doubted(world)
+    return in_store or _is_held(candidate, known)
+
+
+def _is_held(candidate: Candidate, known: Holders) -> bool:
     info = candidate.info
     if info is None:
         return False
@@ -557,10 +576,9 @@ def answered_of(world: World, without: Collection[Worker] = ()) -> list[MemberSt
 def _best(
     world: World, answered: list[MemberState], but: CheckpointId | None = None
 ) -> CheckpointId | None:
-    """Return the newest complete candidate of these members, other than `but`."""
+    """Return the newest candidate of these members that is surely complete, other than `but`."""
     known, found = holders(answered), candidates(world, answered)
-    there = (c for c in found if c.id != but and c.id not in missing_ids(world))
-    return next((c.id for c in there if is_complete(c, known)), None)
+    return next((c.id for c in found if c.id != but and is_sure(world, c, known)), None)
 
 
 def _store_nothing(world: World, without: Collection[Worker]) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from holdfast_core.api import (
     MAX_STRAGGLERS,
     Checkpoint,
+    CheckpointCondition,
     FailureRule,
     HangsStatus,
     JobCondition,
@@ -26,7 +27,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.clock import stamp
 from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER
-from holdfast_core.ids import Rank, Step, Worker
+from holdfast_core.ids import CheckpointId, Rank, Step, Worker
 from holdfast_core.messages.schema import Straggler
 from holdfast_core.names import first_of
 from holdfast_core.store_retention import restored_instead
@@ -159,9 +160,18 @@ def with_missing(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return the status with condition CheckpointMissing, which a job gets when it first misses one.
 
     status.missing ends when the gang trains, because it descends from another checkpoint then. After the end
-    of the job it ends when every worker has its shards of the restore point again.
+    of the job it ends when every worker has its shards of the restore point again. When no sidecar is left,
+    it ends when drills have found intact what was missing.
     """
     kind = JobCondition.CHECKPOINT_MISSING
+    if status.completion_time is not None and world.coordinator is None:
+        last = status.last_persisted
+        named = {*status.missing, *(() if last is None else (last.id,))}
+        if not status.is_true(kind) or named - _found_by_drills(world):
+            return status
+        found_text = "drills have found the checkpoints that the status names"
+        status = changed(status, missing=())
+        return world.with_condition(status, kind, False, Reason.CHECKPOINTS_FOUND, found_text)
     present = status.restart_round == world.status.restart_round
     restored = not world.state.cannot_restore and world.state.restored_from is not None
     found = status.is_true(JobCondition.RUNNING) or (
@@ -184,6 +194,17 @@ def with_missing(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     text = "the checkpoints that the status names are there"
     reason = Reason.CHECKPOINTS_FOUND
     return world.with_condition(status, kind, False, reason, text)
+
+
+def _found_by_drills(world: World) -> set[CheckpointId]:
+    """Return the checkpoints that could not be restored until a drill found them intact."""
+    return {
+        id_
+        for c in world.own_checkpoints
+        if (id_ := c.id) is not None
+        if (known := c.status.condition(CheckpointCondition.RESTORABLE)) is not None
+        if known.is_true and known.reason == Reason.INTACT
+    }
 
 
 def with_lost_checkpoints(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
