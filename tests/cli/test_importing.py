@@ -101,7 +101,8 @@ class Cluster:
     refuses_after: int = 1000
 
     def get(self, plural: str, name: str) -> dict[str, Any]:
-        return {"metadata": {"name": name, "uid": "uid-of-main"}}
+        annotations = {LIST_ANNOTATION: self.annotation} if self.annotation else {}
+        return {"metadata": {"name": name, "uid": "uid-of-main", "annotations": annotations}}
 
     def items(self, plural: str) -> list[dict[str, Any]]:
         return []
@@ -163,6 +164,24 @@ def test_a_request_is_taken_back_after_an_error() -> None:
     with pytest.raises(CommandError, match="refused"):
         run(cluster)
     assert cluster.annotation is None
+
+
+@dataclass
+class AskedTwice(Cluster):
+    """Another command asks while this one waits, and the operator lists for that one instead."""
+
+    def pods(self, selector: str) -> list[dict[str, Any]]:
+        self.annotation = "of another"
+        return super().pods(selector)
+
+
+@pytest.mark.fault("Two `kubectl holdfast import` of one store run at once")
+def test_a_request_that_was_replaced_ends_the_wait_and_the_other_one_stands() -> None:
+    cluster = AskedTwice(log_of(line(10)))
+    with pytest.raises(CommandError, match="has replaced this one: repeat the command"):
+        run(cluster)
+    assert cluster.annotation == "of another"
+    assert cluster.created == []
 
 
 @pytest.mark.fault("The pod that lists a store cannot start")

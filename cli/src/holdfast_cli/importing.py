@@ -3,7 +3,8 @@
 A store is imported where another cluster wrote it, or etcd was lost. The command holds no keys of the store.
 It asks by an annotation of the CheckpointStore, the operator runs a pod that lists the store into its log,
 and the command reads the log and creates the objects, all with the rights of the person. It deletes nothing
-and changes no object.
+and changes no object. A CheckpointStore has one request at a time: the newest one counts, and the command
+whose request it replaces fails.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Column, Format, Result, Table, say, show
 from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, StoreTarget, Target, local_path
 from holdfast_core.api import DeletionPolicy, size_text
+from holdfast_core.clock import SystemClock, stamp
 from holdfast_core.contract import ListContract
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.names import (
@@ -278,13 +280,15 @@ def import_store(
     dry_run: bool = False,
 ) -> None:
     """List the store, show what this cluster does not know, and create its objects."""
-    wanted = ListContract(from_namespace or cluster.namespace, job, secrets.token_hex(8)).to_json()
+    token, now = secrets.token_hex(8), stamp(SystemClock().utc_now())
+    wanted = ListContract(from_namespace or cluster.namespace, job, token, now).to_json()
     uid = cluster.get("checkpointstores", store)["metadata"]["uid"]
     annotate(cluster, store, uid, wanted)
     try:
         listed = parse_list(_log_of(cluster, store, wanted))
     finally:
-        annotate(cluster, store, uid, None)
+        if _is_asked(cluster, store, wanted):
+            annotate(cluster, store, uid, None)
     found = plan_import(listed, cluster.items("checkpoints"), store)
     document = {"create": found.objects, "known": found.known, "unusable": found.unusable}
     table = [import_table(found)] if found.objects else []
@@ -311,6 +315,12 @@ def annotate(cluster: ClusterClient, store: str, uid: str, request: str | None) 
     cluster.patch("checkpointstores", store, uid, body)
 
 
+def _is_asked(cluster: ClusterClient, store: str, wanted: str) -> bool:
+    """Return whether the CheckpointStore has this request. Another command may have replaced it."""
+    annotations = cluster.get("checkpointstores", store)["metadata"].get("annotations") or {}
+    return bool(annotations.get(LIST_ANNOTATION) == wanted)
+
+
 def _log_of(cluster: ClusterClient, store: str, wanted: str) -> str:
     """Return the log of the pod that carries out this request, when it has ended."""
     started = time.monotonic()
@@ -323,6 +333,11 @@ def _log_of(cluster: ClusterClient, store: str, wanted: str) -> str:
             return cluster.log(pod["metadata"]["name"])
         if pod is not None:
             why = f"pod {pod['metadata']['name']} has not started"
+        if pod is None and not _is_asked(cluster, store, wanted):
+            raise CommandError(
+                f"another request for a list of CheckpointStore {store} has replaced this one: repeat the "
+                "command when the other one has ended"
+            )
         waits = pod is None or phase == "Pending"
         if waits and time.monotonic() - started > START_SECONDS:
             raise CommandError(

@@ -256,6 +256,8 @@ class ListContract(StoreRequest, frozen=True):
     """Name or uid of a job. None: every job of the namespace."""
     request: str = ""
     """What tells this request from others, so that the one who asks finds its pod."""
+    asked_at: str = ""
+    """When it was made (UTC, RFC 3339). The one who asks may be killed before it takes the request back."""
 
 
 class UsageContract(StoreRequest, frozen=True):

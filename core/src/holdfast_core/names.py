@@ -35,7 +35,7 @@ too."""
 
 LIST_ANNOTATION = f"{GROUP}/list"
 """Annotation of a CheckpointStore with a ListContract as JSON: a person asks for a list of the store. The
-operator runs a pod that writes it into its log, until the annotation changes or goes."""
+operator runs a pod that writes it into its log, until the annotation changes, goes or is a day old."""
 LIST_COMPONENT = "store-list"
 """Value of the label app.kubernetes.io/component of that pod."""
 

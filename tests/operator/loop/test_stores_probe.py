@@ -10,6 +10,7 @@ import pytest
 
 from holdfast_core.api import CheckpointStore, CheckpointStoreStatus, StoreFeatures, changed
 from holdfast_core.api.base import Condition
+from holdfast_core.clock import stamp
 from holdfast_core.contract import ListContract, StoreConfig, StoreVerb
 from holdfast_core.names import LIST_ANNOTATION, LIST_COMPONENT
 from holdfast_operator.decide.stores import (
@@ -281,7 +282,7 @@ def asks(request: str | None) -> CheckpointStore:
 
 
 def test_a_list_runs_once_for_each_request() -> None:
-    first, second = (list_command(asks(ListContract("team", None, r).to_json())) for r in "ab")
+    first, second = (list_command(asks(ListContract("team", None, r).to_json()), NOW) for r in "ab")
     assert first is not None and second is not None
     assert first.pod_name(asks("x")) != second.pod_name(asks("x"))
     body = render_command(asks("x"), first, SidecarSettings("image:1"))
@@ -293,4 +294,12 @@ def test_a_list_runs_once_for_each_request() -> None:
 
 @pytest.mark.parametrize("request_", [None, "", "x" * 2000])
 def test_without_a_request_there_is_no_list(request_: str | None) -> None:
-    assert list_command(asks(request_)) is None
+    assert list_command(asks(request_), NOW) is None
+
+
+@pytest.mark.fault("`kubectl holdfast import` is killed before it takes its request back")
+@pytest.mark.parametrize(("hours", "is_due"), [(-30, True), (0, True), (23, True), (25, False)])
+def test_a_request_that_nobody_takes_back_counts_for_a_day(hours: int, is_due: bool) -> None:
+    asked = stamp(NOW - timedelta(hours=hours))
+    found = list_command(asks(ListContract("team", None, "a", asked).to_json()), NOW)
+    assert (found is not None) is is_due

@@ -6,6 +6,7 @@ The operator holds no store keys, so a short-lived pod probes (model/command_pod
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 
 from holdfast_core.api import (
@@ -15,7 +16,9 @@ from holdfast_core.api import (
     StoreFeatures,
     changed,
 )
-from holdfast_core.contract import StoreVerb
+from holdfast_core.clock import parse_stamp
+from holdfast_core.contract import ListContract, StoreVerb
+from holdfast_core.errors import ConfigError
 from holdfast_core.names import LIST_ANNOTATION
 from holdfast_operator.decide.report.status import turned
 from holdfast_operator.model.actions import EmitEvent, normal, warning
@@ -79,13 +82,21 @@ def probe_command(store: CheckpointStore) -> StoreCommand:
 LIST_SECONDS = 3600
 """Deadline of a list: it reads every manifest, and those of a large gang have a megabyte each."""
 MAX_REQUEST_CHARACTERS = 1024
+REQUEST_KEPT = timedelta(days=1)
 
 
-def list_command(store: CheckpointStore) -> StoreCommand | None:
-    """Return the command of the list that a person asks for by an annotation, or None."""
+def list_command(store: CheckpointStore, now: datetime) -> StoreCommand | None:
+    """Return the command of the list that a person asks for by an annotation, or None.
+
+    A request that is a day old was left by a command that was killed. Its pod would begin again whenever its
+    node is removed.
+    """
     request = (store.metadata.annotations or {}).get(LIST_ANNOTATION, "")
     if not request or len(request) > MAX_REQUEST_CHARACTERS:
         return None
+    with suppress(ConfigError, ValueError):  # the pod says what is wrong with it
+        if now - parse_stamp(ListContract.from_json(request).asked_at) > REQUEST_KEPT:
+            return None
     return StoreCommand(StoreVerb.LIST, request, request, LIST_SECONDS)
 
 

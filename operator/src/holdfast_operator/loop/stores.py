@@ -113,7 +113,7 @@ class Stores:
 
     async def _list(self, store: CheckpointStore) -> None:
         """Start the pod of the list that a person asks for. Its log is the result, so the pod stays."""
-        command = stores.list_command(store)
+        command = stores.list_command(store, self.clock.utc_now())
         if command is None:
             await self.commands.end(store, StoreVerb.LIST)
             return
