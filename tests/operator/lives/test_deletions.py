@@ -7,9 +7,11 @@ applies its request to a store, which is a set.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -136,9 +138,19 @@ class Bed:
         }
         if spec.get("deletionPolicy") == "DeleteData":
             raw["metadata"]["finalizers"] = [Checkpoint.FINALIZER]
-        self.api.put("checkpoints", raw)
+        stored = self.api.put("checkpoints", raw)
+        stored["status"]["objectUid"] = stored["metadata"]["uid"]
+        self.api.touch(stored)
         self.stored.add(id_)
         return name
+
+    def restore_copies(self) -> None:
+        """Replace the Checkpoints by what a backup has of them, as in another cluster or a new namespace."""
+        for raw in self.api.all("checkpoints", NAMESPACE):
+            meta = raw["metadata"]
+            self.api.remove("checkpoints", NAMESPACE, meta["name"])
+            copy = {**raw, "metadata": {**meta, "uid": f"copy-{meta['name']}"}}
+            self.api.put("checkpoints", copy)
 
     def delete(self, name: str) -> None:
         """Delete a Checkpoint as a person does."""
@@ -406,6 +418,32 @@ def test_a_store_that_cannot_be_read_holds_the_object_for_ten_minutes_only(bed: 
     assert "cannot be read" in bed.events("DataKept")[0]
 
 
+@pytest.mark.fault("A backup restores Checkpoints whose job trains in another cluster")
+@pytest.mark.parametrize("when", ["DeleteData", "KeepLast"])
+def test_a_copy_from_a_backup_deletes_nothing(bed: Bed, when: str) -> None:
+    bed.checkpoint(1, when=when)
+    copied = bed.checkpoint(2, when=when, deletionPolicy="DeleteData")
+    bed.restore_copies()
+    bed.run(40)
+    assert (bed.objects, bed.steps, bed.requests) == ({1, 2}, {1, 2}, [])
+    bed.delete(copied)
+    bed.run(20)
+    assert (bed.objects, bed.steps, bed.requests) == ({1}, {1, 2}, [])
+    (text,) = bed.events("DataKept")
+    assert "its job may train in another cluster" in text
+
+
+@pytest.mark.parametrize("state", ["complete", "suspended"])
+def test_a_copy_from_a_backup_of_a_job_that_is_there_deletes_its_data(bed: Bed, state: str) -> None:
+    bed.job(state)
+    copied = bed.checkpoint(1, deletionPolicy="DeleteData")
+    bed.checkpoint(3)
+    bed.restore_copies()
+    bed.delete(copied)
+    bed.run(20)
+    assert (bed.objects, bed.steps) == ({3}, {3})
+
+
 def test_a_pod_of_an_earlier_process_does_not_stay(bed: Bed) -> None:
     bed.job("gone")
     name = bed.checkpoint(1, deletionPolicy="DeleteData")
@@ -540,6 +578,43 @@ def test_the_last_good_one_is_kept(bed: Bed) -> None:
     bed.checkpoint(3, when="KeepLast", quarantined=True)
     bed.run(30)
     assert bed.objects == bed.steps == {2}
+
+
+@pytest.mark.fault("A CheckpointStore is created again after its job was deleted with KeepLast")
+def test_the_last_one_is_kept_while_its_object_says_that_the_store_is_missing(bed: Bed) -> None:
+    """The objects follow the store in the course of several passes."""
+    bed.checkpoint(1, when="KeepLast")
+    newest = bed.api.objects["checkpoints", NAMESPACE, bed.checkpoint(2, when="KeepLast")]
+    absent = condition("Restorable", value="False") | {"reason": "StoreNotFound"}
+    kept = [c for c in newest["status"]["conditions"] if c["type"] != "Restorable"]
+    newest["status"]["conditions"] = [*kept, absent]
+    bed.api.touch(newest)
+    bed.run(30)
+    assert bed.objects == bed.steps == {2}
+
+
+def remembered(bed: Bed) -> int:
+    """Return the number of objects that the process keeps of its deletions, without what it shares."""
+    shared = (type, MethodType, FakeApi, Cluster, ClusterCache, Events, ManualClock)
+    found, left = set[int](), [bed.deletions, bed.commands]
+    while left:
+        one = left.pop()
+        if id(one) not in found and not isinstance(one, shared):
+            found.add(id(one))
+            left.extend(gc.get_referents(one))
+    return len(found)
+
+
+@pytest.mark.fault("Jobs with whenDeleted are deleted for months")
+def test_nothing_is_remembered_of_deletions_that_are_over(bed: Bed) -> None:
+    sizes = []
+    bed.checkpoint(1, when="KeepLast")
+    for step in (2, 3, 4, 5):
+        bed.checkpoint(step, when="KeepLast")
+        bed.run(30)
+        assert bed.objects == {step}
+        sizes.append(remembered(bed))
+    assert sizes[-1] == sizes[0]
 
 
 def test_the_newest_object_has_the_policy(bed: Bed) -> None:

@@ -412,6 +412,7 @@ def checkpoint(
             "round": round_,
             "manifest": None if step is None else manifest_digest(step, round_ or 0),
             "job_uid": UID,
+            "object_uid": f"ckpt-{step}-{round_}",
             "world_size": 2,
             "store": "main",
             "when_deleted": "Retain",

@@ -240,6 +240,15 @@ class CheckpointStatus(WithConditions):
     job_namespace: Annotated[
         str | None, Field(max_length=63, description="Namespace of that job, as in object keys.")
     ] = None
+    object_uid: Annotated[
+        str | None,
+        Field(
+            max_length=64,
+            description="metadata.uid of this object when it recorded a commit of a job of this cluster. A "
+            "copy from a backup has another uid, and an imported checkpoint has none here: another cluster "
+            "may train from the data, so neither deletes it.",
+        ),
+    ] = None
     store: Annotated[
         str | None,
         Field(
@@ -350,6 +359,11 @@ class Checkpoint(ApiObject):
     def awaits_record(self) -> bool:
         """Return whether it was imported from a store, and its status does not say so yet."""
         return self.spec.stored is not None and self.status.phase is None and not self.deleting
+
+    @property
+    def saved_here(self) -> bool:
+        """Return whether this object recorded the commit, so that its job was one of this cluster."""
+        return self.status.object_uid == self.uid
 
     @property
     def persisted(self) -> bool:

@@ -582,6 +582,7 @@ class JobEffects:
             )
         if not (raw.get("status") or {}).get("phase"):
             version = str(raw["metadata"]["resourceVersion"])
+            status = {**status, "objectUid": raw["metadata"]["uid"]}
             await cluster.patch_status(Checkpoint.KIND, job.namespace, name, version, status)
 
     async def _change_checkpoint(self, body: Mapping[str, Any], version: str) -> None:

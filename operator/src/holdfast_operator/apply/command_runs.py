@@ -38,8 +38,8 @@ class CommandRuns:
         self._cache = cache
         self._sidecar = sidecar
         self._clock = clock
-        self._first_seen: dict[str, float] = {}
-        """Monotonic seconds at which this process first saw a pod, by uid."""
+        self._first_seen: dict[tuple[str, StoreVerb], tuple[str, float]] = {}
+        """By store and verb: uid of the newest pod, and monotonic seconds since which this process sees it."""
 
     async def run(
         self, store: CheckpointStore, command: StoreCommand, *, due: bool = True
@@ -60,9 +60,12 @@ class CommandRuns:
             return CommandUnderway()
         if found is None:
             return await self._start(store, command) if due else None
-        now = self._clock.monotonic()
-        age = now - self._first_seen.setdefault(found.uid, now)
-        return state_of(found, command, store, age)
+        now, key = self._clock.monotonic(), (store.uid, command.verb)
+        uid, since = self._first_seen.get(key, ("", now))
+        if uid != found.uid:
+            since = now
+        self._first_seen[key] = found.uid, since
+        return state_of(found, command, store, now - since)
 
     async def _start(
         self, store: CheckpointStore, command: StoreCommand
@@ -80,10 +83,10 @@ class CommandRuns:
 
     async def end(self, store: CheckpointStore, verb: StoreVerb) -> None:
         """Remove the store's pods of this verb. Call it after the result was written."""
+        self._first_seen.pop((store.uid, verb), None)
         for pod in self._cache.pods.commands(store, verb):
             await self._remove(store, pod)
 
     async def _remove(self, store: CheckpointStore, pod: CommandView) -> None:
-        self._first_seen.pop(pod.uid, None)
         if not pod.terminating:
             await self._cluster.delete(labels.POD, store.namespace, pod.name, pod.uid)

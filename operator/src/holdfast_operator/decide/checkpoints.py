@@ -312,6 +312,8 @@ class _Look:
             status = status.with_condition(kind, apart, why, text, now)
         if status.when_deleted is not self._when_deleted and checkpoint.persisted:
             status = changed(status, when_deleted=self._when_deleted)
+        if not checkpoint.saved_here:  # a backup or an import brought it back to its own job
+            status = changed(status, object_uid=checkpoint.uid)
         if status.phase is not CheckpointPhase.COMMITTED:
             return status
         return self._with_restorable(status, id_)
@@ -573,6 +575,7 @@ def _record(world: World, checkpoint: Checkpoint, commit: PersistedStep) -> Desi
         persisted=world.spec.store is not None,
         pinned=checkpoint.spec.pin,
     )
+    status = changed(status, object_uid=checkpoint.uid)
     return DesiredObject(render_change(checkpoint, status, step=commit.step))
 
 

@@ -11,7 +11,9 @@ a pod with the keys of the store does it (loop/deletions.py):
    them, and they are deleted after it.
 
 What is pinned, and what another job starts from, stays in both cases. A suspended job also keeps what it
-would resume from.
+would resume from. Without the job, only the object that recorded its commit proves that the job was one of
+this cluster (`Checkpoint.saved_here`). The data of an import, and of a copy that a backup has restored,
+stays: the job may train in another cluster.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from holdfast_core.retention import RetentionReason
 from holdfast_core.store_retention import is_stored, needed_in_store, newest_record
 from holdfast_operator.decide.ends import hanging, has_data
 from holdfast_operator.decide.facts.world import is_over
+from holdfast_operator.model.reasons import Reason
 
 MAX_BATCH = 200
 """Largest number of checkpoints that one pod deletes. Each takes about six requests."""
@@ -109,11 +112,23 @@ def _pruned(stored: StoredObjects) -> list[Checkpoint]:
     ]
 
 
+def is_foreign(stored: StoredObjects, checkpoint: Checkpoint) -> bool:
+    """Return whether nothing proves that a job of this cluster saved the checkpoint."""
+    return not checkpoint.saved_here and checkpoint.status.job_uid not in stored.gangs
+
+
+FOREIGN = (
+    "it was imported, or a backup has restored its object, and its job may train in another cluster"
+)
+
+
 def obstacle(stored: StoredObjects, checkpoint: Checkpoint) -> str | None:
     """Return why the data of a deleted Checkpoint must stay for now, or None."""
     uid = checkpoint.status.job_uid
     if uid is None:
         return "it does not say which job saved it"
+    if is_foreign(stored, checkpoint):
+        return FOREIGN
     if checkpoint.name in stored.cloned[uid]:
         return "another job starts from it"
     gang = stored.gangs.get(uid)
@@ -180,6 +195,8 @@ def estates(stored: StoredObjects) -> list[Estate]:
         policy = None if newest is None else newest.status.when_deleted
         if uid in stored.gangs or policy in (None, WhenDeleted.RETAIN):
             continue
+        if any(is_foreign(stored, c) for c in objects):
+            continue
         kept = _kept(objects, stored.cloned[uid], policy)
         # The newest one has the policy, so its object goes last.
         doomed = tuple(
@@ -209,8 +226,13 @@ def _age(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def _is_bad(checkpoint: Checkpoint) -> bool:
-    """Return whether a job would not have restored the checkpoint."""
+    """Return whether a job would not have restored the checkpoint.
+
+    A store that was missing says nothing of it: its objects say for a while that the store is not there.
+    """
     restorable = checkpoint.status.condition(CheckpointCondition.RESTORABLE)
     return checkpoint.status.is_true(CheckpointCondition.QUARANTINED) or (
-        restorable is not None and restorable.is_false
+        restorable is not None
+        and restorable.is_false
+        and restorable.reason != Reason.STORE_NOT_FOUND
     )

@@ -23,12 +23,14 @@ from holdfast_core.names import first_of, job_prefix
 from holdfast_operator.apply.command_runs import LOOK_AGAIN_SECONDS, CommandRuns
 from holdfast_operator.decide.checkpoints import WRITES_PER_PASS, moved
 from holdfast_operator.decide.deletions import (
+    FOREIGN,
     Deletion,
     Estate,
     StoredObjects,
     deletions,
     estates,
     held,
+    is_foreign,
     obstacle,
 )
 from holdfast_operator.decide.ends import RELEASE_SECONDS, kept_data
@@ -59,6 +61,8 @@ Release = Callable[[str, str, str], Awaitable[None]]
 class _Progress:
     """What this process remembers of the deletions in one store."""
 
+    store: str
+    """uid of the store: what was to be deleted in one that is gone may be kept in the next of its name."""
     running: Deletion | None = None
     runs: int = 0
     moved_at: float = 0.0
@@ -69,6 +73,8 @@ class _Progress:
     """Why the newest pod failed, or does not run."""
     emptied: set[str] = field(default_factory=set)
     """Contracts of deleted jobs that a pod has carried out. Their objects are still being deleted."""
+    seen: dict[str, float] = field(default_factory=dict)
+    """Monotonic seconds since which this process sees a deleted object, or pods of a deleted job, by uid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +87,8 @@ class Deletions:
     commands: CommandRuns
     release: Release
     clock: Clock
-    _seen: dict[str, float] = field(default_factory=dict)
-    """Monotonic seconds at which this process first saw a deleted object, by uid."""
-    _progress: dict[str, _Progress] = field(default_factory=dict)
-    """By uid of the store: what was to be deleted in one that is gone may be kept in the next of its name."""
+    _progress: dict[tuple[str, str], _Progress] = field(default_factory=dict)
+    """By namespace and name of the store."""
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """Run one pass. Return the seconds after which the next one is due, or None. Raises HoldfastError."""
@@ -94,7 +98,7 @@ class Deletions:
         if store is None or store.deleting:
             return await self._without_store(namespace, name, group)
         stored = self._gather(namespace, group)
-        progress = self._progress.setdefault(store.uid, _Progress())
+        progress = self._progress_in(namespace, name, store.uid)
         await self._let_late_ones_go(stored, progress)
         if progress.running is None:
             found = await self._due(store, stored, progress) if group else None
@@ -105,6 +109,12 @@ class Deletions:
             progress.running = found
             progress.runs += 1
         return await self._look(store, progress)
+
+    def _progress_in(self, namespace: str, name: str, uid: str) -> _Progress:
+        known = self._progress.get((namespace, name))
+        if known is None or known.store != uid:
+            known = self._progress[namespace, name] = _Progress(uid)
+        return known
 
     async def _hold(self, group: tuple[Checkpoint, ...]) -> None:
         """Add our finalizer to the objects whose data is to go with them, whatever the state of the job.
@@ -156,30 +166,35 @@ class Deletions:
         stored = self._gather(namespace, group)
         hidden = self.cache.unreadable.get(CheckpointStore.KIND, namespace, name)
         if hidden is not None:
-            progress = self._progress.setdefault(hidden.uid, _Progress())
+            progress = self._progress_in(namespace, name, hidden.uid)
             progress.why = f"CheckpointStore {name} cannot be read"
             await self._let_late_ones_go(stored, progress)
         else:
+            self._progress.pop((namespace, name), None)
             for checkpoint in held(stored)[:WRITES_PER_PASS]:
                 await self._let_go(checkpoint, f"CheckpointStore {name} does not exist")
         return WAITING_SECONDS if held(stored) else None
 
     async def _let_late_ones_go(self, stored: StoredObjects, progress: _Progress) -> None:
         now, waiting = self.clock.monotonic(), held(stored)
+        present = {*stored.with_pods, *(c.uid for c in waiting)}
+        progress.seen = {uid: at for uid, at in progress.seen.items() if uid in present}
         busy = () if progress.running is None else [c.uid for c in progress.running.objects]
         late = [
             c
             for c in waiting
             if c.uid not in busy
-            and now - max(self._seen.setdefault(c.uid, now), progress.moved_at) >= RELEASE_SECONDS
+            and not is_foreign(stored, c)
+            and now - max(progress.seen.setdefault(c.uid, now), progress.moved_at) >= RELEASE_SECONDS
         ]
+        for checkpoint in [c for c in waiting if is_foreign(stored, c)][:WRITES_PER_PASS]:
+            await self._let_go(checkpoint, FOREIGN)
         for checkpoint in late[:WRITES_PER_PASS]:
             why = obstacle(stored, checkpoint) or progress.why or "no pod could delete it"
             await self._let_go(checkpoint, f"{why}, for {RELEASE_SECONDS:.0f} s")
 
     async def _let_go(self, checkpoint: Checkpoint, why: str) -> None:
         await self.release(checkpoint.namespace, checkpoint.name, checkpoint.uid)
-        self._seen.pop(checkpoint.uid, None)
         text = kept_data(checkpoint, why)
         if text is not None:
             await self.events.emit(checkpoint, EventKind.WARNING, Reason.DATA_KEPT, text)
@@ -209,7 +224,6 @@ class Deletions:
         if done.contract.keep is None:
             for checkpoint in done.objects:
                 await self.release(checkpoint.namespace, checkpoint.name, checkpoint.uid)
-                self._seen.pop(checkpoint.uid, None)
         else:
             progress.emptied.add(done.contract.to_json())
         steps = first_of([str(c.id) for c in done.objects])
@@ -242,8 +256,10 @@ class Deletions:
     ) -> list[Deletion]:
         """Return what pods delete of deleted jobs. Mark, and after the deed delete, their objects."""
         due: list[Deletion] = []
-        for estate in estates(stored):
-            if self._may_change(store.namespace, estate, stored):
+        left = estates(stored)
+        progress.emptied &= {e.deletion().contract.to_json() for e in left}
+        for estate in left:
+            if self._may_change(store.namespace, estate, stored, progress):
                 continue
             if await self.cluster.job_exists(store.namespace, estate.job, estate.job_uid):
                 continue  # the copies lag, and nothing undoes a deletion
@@ -259,7 +275,9 @@ class Deletions:
                     )
         return due
 
-    def _may_change(self, namespace: str, estate: Estate, stored: StoredObjects) -> bool:
+    def _may_change(
+        self, namespace: str, estate: Estate, stored: StoredObjects, progress: _Progress
+    ) -> bool:
         """Return whether pods of the job may still write, or an object that cannot be parsed may be pinned.
 
         A job that cannot be parsed exists.
@@ -271,7 +289,7 @@ class Deletions:
         if estate.job_uid not in stored.with_pods:
             return False
         now = self.clock.monotonic()
-        return now - self._seen.setdefault(estate.job_uid, now) < RELEASE_SECONDS
+        return now - progress.seen.setdefault(estate.job_uid, now) < RELEASE_SECONDS
 
     async def _mark(
         self, estate: Estate, unmarked: list[tuple[Checkpoint, CheckpointPhase]]
