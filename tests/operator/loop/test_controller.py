@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from tests.support.api_objects import checkpoint_object
+from tests.support.api_objects import checkpoint_object, store_object
 from tests.support.clock import ManualClock
 from tests.support.operator.builders import NAMESPACE, UID, raw_job
 from tests.support.operator.fake_api import FakeApi
@@ -90,16 +90,17 @@ async def test_nothing_is_kept_of_a_job_that_is_deleted_during_its_pass() -> Non
     assert metrics.registry.get_sample_value("holdfast_job_sidecars_unreachable", labels) is None
 
 
-def on_nodes_only() -> dict[str, Any]:
-    """Return the Checkpoint of a job without an object store, as its sidecars last reported it."""
-    given = {"reason": "R", "message": "", "lastTransitionTime": ENDED}
-    values = {"Committed": "True", "Persisted": "False", "Restorable": "True"}
+def left_behind(persisted: str, restorable: str = "True", reason: str = "R") -> dict[str, Any]:
+    """Return a Checkpoint, as its job has last described it."""
+    given = {"reason": reason, "message": "", "lastTransitionTime": ENDED}
+    values = {"Committed": "True", "Persisted": persisted, "Restorable": restorable}
     raw = checkpoint_object("saved", namespace=NAMESPACE)
     raw["spec"] = {"jobRef": {"name": "job"}, "step": 40}
     raw["status"] = {
         "phase": "Committed",
         "round": 0,
         "jobUid": UID,
+        "store": "main",
         "conditions": [{"type": kind, "status": value, **given} for kind, value in values.items()],
     }
     return raw
@@ -110,7 +111,7 @@ def on_nodes_only() -> dict[str, Any]:
 async def test_a_checkpoint_that_went_with_its_job_is_not_restorable(present: str | None) -> None:
     api = FakeApi()
     controller = controller_of(api)
-    saved = api.put("checkpoints", on_nodes_only())
+    saved = api.put("checkpoints", left_behind("False"))
     if present is not None:
         job = over()
         del job["spec"]["ttlSecondsAfterFinished"]
@@ -123,3 +124,41 @@ async def test_a_checkpoint_that_went_with_its_job_is_not_restorable(present: st
     found = {c["type"]: (c["status"], c["reason"]) for c in saved["status"]["conditions"]}
     expected = ("True", "R") if present == UID else ("False", "PodsGone")
     assert found["Restorable"] == expected
+
+
+def probed(available: str) -> dict[str, Any]:
+    raw = store_object("main", namespace=NAMESPACE)
+    raw["metadata"]["generation"] = 1
+    given = {"reason": "R", "message": "", "lastTransitionTime": ENDED}
+    conditions = [{"type": "Available", "status": available, **given}]
+    raw["status"] = {"observedGeneration": 1, "conditions": conditions}
+    return raw
+
+
+@pytest.mark.fault("A CheckpointStore is deleted, or is down, when the job is gone")
+@pytest.mark.parametrize(
+    ("before", "available", "after"),
+    [
+        (("True", "Persisted"), None, ("False", "StoreNotFound")),
+        (("True", "Persisted"), "False", ("Unknown", "StoreUnavailable")),
+        (("True", "Persisted"), "True", ("True", "Persisted")),
+        (("True", "Persisted"), "Unknown", ("True", "Persisted")),
+        (("False", "StoreNotFound"), "True", ("True", "Persisted")),
+        (("Unknown", "StoreUnavailable"), "True", ("True", "Persisted")),
+        (("False", "Damaged"), None, ("False", "Damaged")),
+        (("False", "CheckpointMissing"), "True", ("False", "CheckpointMissing")),
+    ],
+)
+async def test_a_checkpoint_that_outlives_its_job_follows_its_store(
+    before: tuple[str, str], available: str | None, after: tuple[str, str]
+) -> None:
+    api = FakeApi()
+    controller = controller_of(api)
+    saved = api.put("checkpoints", left_behind("True", *before))
+    if available is not None:
+        api.put("checkpointstores", probed(available))
+    for watch in controller.watches:
+        await watch.relist()
+    await controller.handle(job_key(NAMESPACE, "job"))
+    found = {c["type"]: (c["status"], c["reason"]) for c in saved["status"]["conditions"]}
+    assert found["Restorable"] == after

@@ -73,6 +73,21 @@ async def test_a_checkpoint_queues_its_job_and_those_that_restore_from_it() -> N
     assert queued == {job_key("team-a", "owner"), job_key("team-a", "copy")}
 
 
+async def test_a_store_queues_the_missing_jobs_whose_checkpoints_it_has() -> None:
+    api, queued = FakeApi(), set[Key]()
+    api.put("checkpointstores", store_object("main"))
+    left = checkpoint_object("left", jobRef={"name": "gone"})
+    api.put("checkpoints", {**left, "status": {"store": "main"}})
+    cache = ClusterCache(api, ManualClock(), (), queued.add, lambda job: None)
+    for reflector in cache.reflectors:
+        await reflector.relist()
+    queued.clear()
+    api.remove("checkpointstores", "team-a", "main")
+    for reflector in cache.reflectors:
+        await reflector.relist()
+    assert queued == {store_key("team-a", "main"), job_key("team-a", "gone")}
+
+
 async def test_a_grant_queues_the_jobs_of_other_namespaces_that_need_it() -> None:
     api, queued = FakeApi(), set[Key]()
     ref = {"name": "newest", "namespace": "team-a"}

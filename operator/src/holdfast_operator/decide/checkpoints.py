@@ -46,7 +46,7 @@ from holdfast_operator.decide.facts.readable import (
 )
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import Action, Call, CallPath, Delete, DesiredObject, normal
-from holdfast_operator.model.job import Now, RequestedSave
+from holdfast_operator.model.job import Now, RequestedSave, StoreView
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.render import render_change, render_checkpoint
 
@@ -259,17 +259,46 @@ def marks(world: World) -> list[Action]:
     return actions
 
 
-def is_lost_with_job(checkpoint: Checkpoint) -> bool:
-    """Return whether only nodes had the checkpoint, and the object does not say that it is lost."""
-    known = checkpoint.status.condition(CheckpointCondition.RESTORABLE)
-    on_nodes = checkpoint.id is not None and not checkpoint.persisted
-    return on_nodes and known is not None and not known.is_false
+def without_job(
+    checkpoint: Checkpoint, store: StoreView | None, now: Now
+) -> CheckpointStatus | None:
+    """Return the status of a Checkpoint whose job and pods are gone, or None if it says what is true.
+
+    What only nodes had is lost. For the rest, the CheckpointStore says whether it can be restored, but for
+    what is known of the checkpoint itself, such as damage.
+    """
+    kind, status = CheckpointCondition.RESTORABLE, checkpoint.status
+    known = status.condition(kind)
+    if checkpoint.id is None or known is None:
+        return None
+    if not checkpoint.persisted:
+        found: Restorable | None = (False, Reason.PODS_GONE, _GONE)
+    elif status.phase is CheckpointPhase.COMMITTED and (
+        not known.is_false or known.reason == Reason.STORE_NOT_FOUND
+    ):
+        found = _by_store(store, status.store)
+    else:
+        return None
+    if found is None or known.status == ConditionStatus.of(found[0]):
+        return None
+    return status.with_condition(kind, *found, now.utc)
 
 
-def without_job(checkpoint: Checkpoint, now: Now) -> CheckpointStatus:
-    """Return the status of such a Checkpoint when its job and all pods of it are gone."""
-    kind = CheckpointCondition.RESTORABLE
-    return checkpoint.status.with_condition(kind, False, Reason.PODS_GONE, _GONE, now.utc)
+Restorable = tuple[bool | None, Reason, str]
+"""Value, reason and message of condition Restorable."""
+
+
+def _by_store(store: StoreView | None, name: str | None) -> Restorable | None:
+    """Return whether what the store has could be restored. None: nothing is known of the store yet."""
+    if store is None:
+        text = f"CheckpointStore {name} does not exist or cannot be read: create it again"
+        return False, Reason.STORE_NOT_FOUND, text
+    if store.available is False:
+        text = f"CheckpointStore {name} is not available, as its condition Available says"
+        return None, Reason.STORE_UNAVAILABLE, text
+    if store.available is None:
+        return None
+    return True, Reason.PERSISTED, "the object store has every shard and the manifest"
 
 
 class _Look:
@@ -331,9 +360,7 @@ class _Look:
             return status  # CheckpointMissing of a job that is over ends by this reason
         return status.with_condition(kind, value, reason, text, self._world.now.utc)
 
-    def _restorable(
-        self, status: CheckpointStatus, id_: CheckpointId
-    ) -> tuple[bool | None, Reason, str] | None:
+    def _restorable(self, status: CheckpointStatus, id_: CheckpointId) -> Restorable | None:
         """Return whether the job could restore the checkpoint. None: nothing new is known."""
         quarantine = status.condition(CheckpointCondition.QUARANTINED)
         if quarantine is not None and quarantine.is_true:
@@ -347,16 +374,13 @@ class _Look:
         was_absent = known is not None and known.reason == Reason.CHECKPOINT_MISSING
         return None if was_absent and id_ not in self._found else self._store
 
-    def _of_store(self) -> tuple[bool | None, Reason, str] | None:
+    def _of_store(self) -> Restorable | None:
         """Return whether what the store has could be restored."""
         world, name = self._world, self._world.spec.store
         store = world.observed.store
-        if store is None:
-            text = f"CheckpointStore {name} does not exist or cannot be read: create it again"
-            return False, Reason.STORE_NOT_FOUND, text
-        if store.available is False:
-            text = f"CheckpointStore {name} is not available, as its condition Available says"
-            return None, Reason.STORE_UNAVAILABLE, text
+        found = _by_store(store, name)
+        if store is None or store.available is False:
+            return found
         uploads = world.status.condition(JobCondition.REMOTE_TIER_HEALTHY)
         if uploads is not None and uploads.is_false:
             failing = world.now.elapsed_seconds(uploads.last_transition_time)
@@ -364,11 +388,9 @@ class _Look:
                 return None
             text = f"requests to CheckpointStore {name} fail, as condition RemoteTierHealthy says"
             return None, Reason.STORE_UNAVAILABLE, text
-        if store.available is None:
-            return None
-        return True, Reason.PERSISTED, "the object store has every shard and the manifest"
+        return found
 
-    def _on_nodes(self, id_: CheckpointId) -> tuple[bool | None, Reason, str] | None:
+    def _on_nodes(self, id_: CheckpointId) -> Restorable | None:
         """Return whether the nodes have a checkpoint that is not in the object store."""
         world = self._world
         if not any(m.alive for m in world.members):

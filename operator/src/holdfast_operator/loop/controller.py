@@ -16,6 +16,7 @@ from typing import Any, assert_never
 
 from holdfast_core import logs
 from holdfast_core.api import (
+    Checkpoint,
     CheckpointPhase,
     CheckpointStore,
     Gang,
@@ -34,7 +35,6 @@ from holdfast_operator.decide.checkpoints import (
     SETTLE_SECONDS,
     WRITES_PER_PASS,
     imported,
-    is_lost_with_job,
     moved,
     unsaved,
     without_job,
@@ -50,7 +50,14 @@ from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.workqueue import WorkQueue
 from holdfast_operator.model.actions import Decision, Delete, described
 from holdfast_operator.model.installation import SidecarSettings
-from holdfast_operator.model.job import JobMemory, Now, Observed, Unreadable
+from holdfast_operator.model.job import (
+    JobMemory,
+    Now,
+    Observed,
+    StoreView,
+    Unreadable,
+    store_view,
+)
 from holdfast_operator.model.ownership import Key, KeyKind, gang_key, log_fields, store_key
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.sidecars.certificates import Certificates
@@ -360,22 +367,33 @@ class Controller:
                     await self._cluster.write_status(checkpoint, status)
 
     async def _record_losses(self, key: Key) -> None:
-        """Write that Checkpoints cannot be restored which only the nodes of jobs had that are gone.
+        """Write whether the Checkpoints of jobs that are gone can be restored.
 
         Those of a former job under the name of a present one are among them. Raises HoldfastError.
         """
-        namespace, name = key.namespace, key.name
+        namespace, name, now = key.namespace, key.name, self._now()
         living = {job.uid for job in self._cache.jobs.of_name(namespace, name)}
-        lost = [c for c in self._cache.checkpoints.of(namespace, name) if is_lost_with_job(c)]
-        for uid in {uid for c in lost if (uid := c.status.job_uid) is not None} - living:
-            if self._cache.pods.workers(namespace, uid):
-                continue
-            if await self._cluster.job_exists(namespace, name, uid):
-                continue  # it cannot be parsed, or the copies lag
-            for checkpoint in [c for c in lost if c.status.job_uid == uid][:WRITES_PER_PASS]:
-                with suppress(ConflictError):
-                    status = without_job(checkpoint, self._now())
-                    await self._cluster.write_status(checkpoint, status)
+        left = [
+            (checkpoint, uid, status)
+            for checkpoint in self._cache.checkpoints.of(namespace, name)
+            if (uid := checkpoint.status.job_uid) is not None and uid not in living
+            if (status := without_job(checkpoint, self._store_of(checkpoint), now)) is not None
+        ]
+        nodes = {uid for checkpoint, uid, _ in left if not checkpoint.persisted}
+        kept = {
+            uid
+            for uid in nodes
+            if self._cache.pods.workers(namespace, uid)
+            or await self._cluster.job_exists(namespace, name, uid)
+        }  # a job that exists all the same cannot be parsed, or the copies lag
+        due = [(c, status) for c, uid, status in left if c.persisted or uid not in kept]
+        for checkpoint, status in due[:WRITES_PER_PASS]:
+            with suppress(ConflictError):
+                await self._cluster.write_status(checkpoint, status)
+
+    def _store_of(self, checkpoint: Checkpoint) -> StoreView | None:
+        store = self._cache.stores.get(checkpoint.namespace, checkpoint.status.store or "")
+        return None if store is None else store_view(store)
 
     def _incomplete(self, key: Key, job: Gang, applied: Applied) -> IncompletePass:
         """Log what was not carried out and return the error that the caller raises.

@@ -628,9 +628,13 @@ class ClusterCache:
         for job in self.jobs.of(Checkpoint.KIND, subject.namespace, subject.name):
             self._enqueue(gang_key(job))
         for name in names:
-            found = map(gang_key, self.jobs.of_name(subject.namespace, name))
-            for key in tuple(found) or (job_key(subject.namespace, name),):
-                self._enqueue(key)
+            self._enqueue_name(subject.namespace, name)
+
+    def _enqueue_name(self, namespace: str, name: str) -> None:
+        """Queue the gangs of this name, or the missing job whose Checkpoints are left."""
+        found = map(gang_key, self.jobs.of_name(namespace, name))
+        for key in tuple(found) or (job_key(namespace, name),):
+            self._enqueue(key)
 
     def _grant(
         self, old: CheckpointGrant | Unreadable | None, new: CheckpointGrant | Unreadable | None
@@ -656,6 +660,8 @@ class ClusterCache:
             return  # a probe with the same result: thousands of jobs may use the store
         for job in self.jobs.of(CheckpointStore.KIND, *name):
             self._enqueue(gang_key(job))
+        for left in {c.job for c in self.checkpoints.members("store", *name)}:
+            self._enqueue_name(store.namespace, left)
 
     def _node(self, old: NodeView | Unreadable | None, new: NodeView | Unreadable | None) -> None:
         changed = self.nodes.change(old, new)
