@@ -38,6 +38,7 @@ from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, RestorePoint
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.spec import template_problem, uses_launcher
+from holdfast_operator.decide.writes import STARTING_SECONDS
 from holdfast_operator.model.actions import BeginRound, CommitPersisted, Decision, WriteStatus
 from holdfast_operator.model.job import ForeignSource, JobMemory, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason
@@ -359,6 +360,8 @@ def test_a_job_fails_after_its_newest_commit_is_recorded_or_cannot_be(refused: s
     decision = decide(observed, now(100.0))
     assert bool(of_kind(decision.actions, "create Checkpoint"))
     assert [w.is_true(JobCondition.FAILED) for w in writes(decision)] == ([True] if refused else [])
+    # Until the watch shows the object, each pass asks for it again.
+    assert refused or decision.requeue_after_seconds == STARTING_SECONDS
     recorded = replace(observed, checkpoints=(checkpoint(40, 0),))
     [failed] = writes(decide(recorded, now(100.0)))
     over = replace(observed, job=changed(observed.job, status=failed))

@@ -39,7 +39,7 @@ class CommandRuns:
         self._sidecar = sidecar
         self._clock = clock
         self._first_seen: dict[tuple[str, StoreVerb], tuple[str, float]] = {}
-        """By store and verb: uid of the newest pod, and monotonic seconds since which this process sees it."""
+        """By store and verb: uid of the newest pod, and monotonic seconds at which it was first seen."""
 
     async def run(
         self, store: CheckpointStore, command: StoreCommand, *, due: bool = True

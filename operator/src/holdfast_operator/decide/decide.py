@@ -429,7 +429,7 @@ def over(world: World) -> Decision:
     if commit is not None:
         record = checkpoints.record_of(world, commit)
         if record and not world.memory.record_refused:
-            return Decision.of(record, 0.0, "the last commit is recorded")
+            return Decision.of(record, STARTING_SECONDS, "the last commit is recorded")
         write = CommitPersisted(changed(status, last_persisted=commit))
         event = persisted(commit)
         return Decision.of((write, *record, event), 0.0, event.message)

@@ -151,7 +151,8 @@ def fail_job(world: World, note: Note) -> Decision:
     """
     records = checkpoints.records(world)
     if records and not world.memory.record_refused:
-        return Decision.of(records, 0.0, "the newest commit is recorded")
+        # The watch shows the object and requests the pass. While it lags, each pass would ask for it again.
+        return Decision.of(records, STARTING_SECONDS, "the newest commit is recorded")
     event = warning(note.reason, note.message)
     status = recovery.interrupted(ends.failed(world, note), world)
     status = ends.with_pods_kept(status, world, ends.why_kept(world))

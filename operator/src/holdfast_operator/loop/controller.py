@@ -393,7 +393,7 @@ class Controller:
 
     def _store_of(self, checkpoint: Checkpoint) -> StoreView | None:
         store = self._cache.stores.get(checkpoint.namespace, checkpoint.status.store or "")
-        return None if store is None else store_view(store)
+        return None if store is None or store.deleting else store_view(store)
 
     def _incomplete(self, key: Key, job: Gang, applied: Applied) -> IncompletePass:
         """Log what was not carried out and return the error that the caller raises.
