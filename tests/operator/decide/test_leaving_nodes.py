@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import (
     START,
+    condition,
     job,
     now,
     pod,
@@ -24,6 +25,7 @@ from holdfast_core.api import (
     FailureReason,
     FailureRule,
     JobCondition,
+    ReachedQuota,
     RestorePointStatus,
     TrainingJob,
     changed,
@@ -87,6 +89,31 @@ def test_without_copies_a_pod_is_deleted_if_its_last_step_goes_to_the_object_sto
     assert deleted(training(of=job(3, peer_copies=0))) == []
     with_store = replace(training(of=job(3, peer_copies=0, store="main")), store=store())
     assert deleted(with_store) == [pod(1).name]
+
+
+@pytest.mark.fault(
+    "A node leaves while the job has no copies on peers and its store is down or full"
+)
+@pytest.mark.parametrize(
+    ("healthy", "reached", "why"),
+    [
+        (False, (), "the object store is away: no answer"),
+        (True, (ReachedQuota(bytes=3, limit_bytes=2),), "uploads wait for a quota"),
+    ],
+)
+def test_without_copies_a_pod_stays_while_nothing_is_uploaded(
+    healthy: bool, reached: tuple[ReachedQuota, ...], why: str
+) -> None:
+    observed = training(of=job(3, peer_copies=0, store="main"))
+    store_is = condition(JobCondition.REMOTE_TIER_HEALTHY, healthy, "R", "no answer")
+    status = changed(observed.job.status, conditions=(*observed.job.status.conditions, store_is))
+    observed = replace(
+        observed,
+        job=changed(observed.job, status=status),
+        store=replace(store(), reached_quotas=reached),
+    )
+    assert deleted(observed) == []
+    assert why in str(why_pods_stay(world_of(observed)))
 
 
 def test_one_pod_is_deleted_gracefully_and_an_event_says_why() -> None:

@@ -104,6 +104,43 @@ def test_the_last_upload_of_a_failed_job_waits_and_says_for_what() -> None:
     assert broken_rules(life.cluster, life.copies) == []
 
 
+@pytest.mark.fault("A job is resized while a quota of its object store is reached")
+def test_a_gang_trains_on_until_its_last_step_before_a_resize_has_room() -> None:
+    life = training(every=1000)
+    set_reached(life, FULL)
+    life.run(30, until=held)
+    life.run(12)
+    life.change_spec(workers=3)
+    life.run(30)
+    committed = life.status.last_committed_step
+    life.run(60)
+    status = life.status
+    assert committed is not None
+    assert status.last_committed_step is not None and status.last_committed_step > committed + 20
+    condition = status.condition("Resizing")
+    assert condition is not None and condition.reason == "QuotaReached"
+    assert "is to have 3, but uploads wait for a quota" in condition.message
+    set_reached(life)
+    life.run(60, until=lambda s: len(s.members) == 3 and s.is_true("Running"))
+    assert len(life.status.members) == 3
+    assert broken_rules(life.cluster, life.copies) == []
+
+
+@pytest.mark.fault("A job is suspended while a quota of its object store is reached")
+def test_a_suspension_says_that_it_waits_for_a_quota() -> None:
+    life = training(every=1000)
+    set_reached(life, FULL)
+    life.run(30, until=held)
+    life.change_spec(suspend=True)
+    life.run(30)
+    condition = life.status.condition("Suspended")
+    assert condition is not None and not condition.is_true
+    assert "Its last step waits for a quota" in condition.message
+    set_reached(life)
+    life.run(60, until=lambda s: s.is_true("Suspended"))
+    assert life.status.is_true("Suspended")
+
+
 @pytest.mark.fault("An operator starts while a quota of an object store is reached")
 def test_a_new_operator_holds_the_uploads_that_it_finds_held() -> None:
     life = training()

@@ -444,7 +444,10 @@ def suspend_note(world: World) -> Note:
             ),
         )
     if trains(world):
-        return Note(Reason.STOPPING, "the gang was requested to save and stop")
+        text = "the gang was requested to save and stop"
+        if world.reached_quotas:
+            text += f". Its last step waits for a quota: {quota_text(world)}. {make_room(world)}"
+        return Note(Reason.STOPPING, text)
     if lost is None:
         return Note(Reason.NOT_PERSISTED, "the operator has to record the newest upload first")
     return Note(

@@ -62,7 +62,13 @@ from holdfast_core.names import first_of, pod_name
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.evidence import CANNOT_START, Ruling
 from holdfast_operator.decide.facts.spec import replacement_problem
-from holdfast_operator.decide.facts.world import MemberState, Note, World, has_no_gang
+from holdfast_operator.decide.facts.world import (
+    MemberState,
+    Note,
+    World,
+    has_no_gang,
+    held_uploads,
+)
 from holdfast_operator.model.actions import Delete, DesiredObject
 from holdfast_operator.model.job import (
     NodeView,
@@ -202,11 +208,13 @@ def why_pods_stay(world: World) -> str | None:
         return "another controller creates the pods"
     if world.nodes_are_fixed:
         return "the template sets spec.nodeName, so that a new pod would get the same node"
-    if world.copies == 0 and world.spec.store is None:
-        return (
-            "no other pod has copies of its shards, and the job has no object store, so that its last step "
-            "would be lost"
-        )
+    if world.copies == 0:
+        held = held_uploads(world)
+        why = None if held is None else held.message
+        if world.spec.store is None:
+            why = "the job has no object store"
+        if why is not None:
+            return f"no other pod has copies of its shards, and its last step would be lost: {why}"
     return _fails_the_job(world.spec.failure_policy.rules)
 
 

@@ -33,7 +33,14 @@ from holdfast_core.api import (
 from holdfast_core.ids import Worker
 from holdfast_operator.decide.facts import readable, scheduling
 from holdfast_operator.decide.facts.spec import replacement_problem
-from holdfast_operator.decide.facts.world import Note, World, asked_for, is_over, trains
+from holdfast_operator.decide.facts.world import (
+    Note,
+    World,
+    asked_for,
+    held_uploads,
+    is_over,
+    trains,
+)
 from holdfast_operator.model.actions import Delete, DesiredObject
 from holdfast_operator.model.job import Done, Seen, queue_of
 from holdfast_operator.model.reasons import Reason
@@ -172,8 +179,9 @@ def may_resize(world: World) -> bool:
 def resize_obstacle(world: World) -> Note | None:
     """Return why the gang keeps its number of workers although the spec asks for another one, or None.
 
-    A gang that stopped while its store is away could neither save nor restore. Without a store, a gang may
-    change until one of its pods has started.
+    A gang that stopped while its store is away could neither save nor restore. One that stopped while a quota
+    is reached would wait for room with all of its nodes. Without a store, a gang may change until one of its
+    pods has started.
     """
     begun = readable.recorded_commit(world) is not None or any(p.started for p in world.pods)
     if world.spec.store is None and begun:
@@ -185,10 +193,12 @@ def resize_obstacle(world: World) -> Note | None:
     problem = replacement_problem(world)
     if problem is not None:
         return problem
-    healthy = world.status.condition(JobCondition.REMOTE_TIER_HEALTHY)
-    if healthy is not None and healthy.is_false:
-        return Note(Reason.STORE_UNAVAILABLE, f"the object store is away: {healthy.message}")
-    return None
+    held = held_uploads(world)
+    return (
+        None
+        if held is not None and held.reason == Reason.QUOTA_REACHED and not trains(world)
+        else held
+    )
 
 
 def with_resizing(status: TrainingJobStatus, world: World) -> TrainingJobStatus:

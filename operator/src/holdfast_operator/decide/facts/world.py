@@ -655,6 +655,17 @@ def make_room(world: World) -> str:
     )
 
 
+def held_uploads(world: World) -> Note | None:
+    """Return why the object store of the job takes no upload now, or None if it does."""
+    healthy = world.status.condition(JobCondition.REMOTE_TIER_HEALTHY)
+    if healthy is not None and healthy.is_false:
+        return Note(Reason.STORE_UNAVAILABLE, f"the object store is away: {healthy.message}")
+    if not world.reached_quotas:
+        return None
+    text = f"uploads wait for a quota: {quota_text(world)}. {make_room(world)}"
+    return Note(Reason.QUOTA_REACHED, text)
+
+
 def all_ended(world: World) -> bool:
     ended = [p for p in world.pods if p.phase is PodPhase.SUCCEEDED]
     return 0 < len(ended) == len(world.members)
