@@ -8,14 +8,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from tests.support.clock import ManualClock
 from tests.support.operator.builders import job
+from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.api import CheckpointPhase, CheckpointStatus, TrainingJobStatus
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import Prune, RestorePoint, Seal
-from holdfast_operator.apply.apply import ActionFailed, Applied, apply, memory_after
+from holdfast_operator.apply.apply import (
+    ActionFailed,
+    Applied,
+    JobEffects,
+    Present,
+    apply,
+    memory_after,
+)
+from holdfast_operator.base.metrics import Metrics
 from holdfast_operator.kube.api import ApiError, ConflictError
+from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.model.actions import (
     Action,
     BeginRound,
@@ -31,6 +42,7 @@ from holdfast_operator.model.actions import (
 )
 from holdfast_operator.model.installation import SidecarSettings
 from holdfast_operator.model.job import JobMemory, Observed, RequestedSave
+from holdfast_operator.model.reasons import Reason
 from holdfast_operator.model.render import (
     render_certificates,
     render_checkpoint,
@@ -247,3 +259,18 @@ def test_memory_keeps_observations_and_forgets_failed_actions(
 ) -> None:
     decision = replace(Decision.of((), None, "test"), memory=NEW)
     assert memory_after(decision, Observed(job=job(2), memory=OLD), applied) == expected
+
+
+@pytest.mark.fault("Many checkpoints of a job are pruned within a minute")
+async def test_what_is_deleted_is_logged_where_the_events_are_limited(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "holdfast")
+    cluster, clock = Cluster(FakeApi()), ManualClock()
+    events = Events(cluster, clock)
+    nothing: Any = None
+    effects = JobEffects(cluster, nothing, nothing, nothing, events, Metrics(), Present(clock))
+    for step in (10, 20):
+        event = EmitEvent(EventKind.NORMAL, Reason.PRUNING, f"pruning s{step}-r0")
+        await effects.emit(job(2), event)
+    assert caplog.messages == ["pruning s10-r0", "pruning s20-r0"]

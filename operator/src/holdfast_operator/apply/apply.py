@@ -462,8 +462,10 @@ class Present:
 # --------------------------------------------------------------------------- effects
 
 
-_LOGGED = frozenset({Reason.RECOVERED, Reason.RECOVERY_INTERRUPTED})
-"""Reasons of the Events that are also logged: one line for each round."""
+_LOGGED = frozenset(
+    {Reason.RECOVERED, Reason.RECOVERY_INTERRUPTED, Reason.PRUNING, Reason.DATA_KEPT}
+)
+"""Reasons of the Events that are also logged: each round, and what is deleted or left to a person."""
 _MAY_BE_MISSING = frozenset({labels.SERVICE, labels.DISRUPTION_BUDGET})
 """Kinds without which the job can run. DNS names of the Service are for users: the gang gets its addresses in
 ROUND."""
@@ -644,7 +646,7 @@ class JobEffects:
         await self.emit(job, EmitEvent(EventKind.WARNING, reason, message))
 
     async def emit(self, job: Gang, event: EmitEvent) -> None:
-        if event.reason in _LOGGED:  # Events are limited, and every recovery is logged
+        if event.reason in _LOGGED:  # of a reason, one Event a minute is written
             logs.info(event.message, namespace=job.namespace, job=job.name)
         await self._events.emit(job, event.kind, event.reason, event.message)
 

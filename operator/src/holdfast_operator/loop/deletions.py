@@ -185,7 +185,8 @@ class Deletions:
             for c in waiting
             if c.uid not in busy
             and not is_foreign(stored, c)
-            and now - max(progress.seen.setdefault(c.uid, now), progress.moved_at) >= RELEASE_SECONDS
+            and now - max(progress.seen.setdefault(c.uid, now), progress.moved_at)
+            >= RELEASE_SECONDS
         ]
         for checkpoint in [c for c in waiting if is_foreign(stored, c)][:WRITES_PER_PASS]:
             await self._let_go(checkpoint, FOREIGN)
