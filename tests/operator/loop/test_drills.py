@@ -45,6 +45,7 @@ from holdfast_operator.decide.drills import (
     next_drill,
     next_drill_seconds,
 )
+from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster, Events
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.model.command_pods import (
@@ -384,6 +385,10 @@ class Place:
         (found,) = [c for c in conditions if c["type"] == "Verified"]
         return found["status"], found["reason"]
 
+    def available(self) -> tuple[str, str]:
+        (found,) = [c for c in self.store["status"]["conditions"] if c["type"] == "Available"]
+        return found["status"], found["reason"]
+
     def events(self) -> list[tuple[str, str, str]]:
         all_ = self.api.all("events")
         return [(e["involvedObject"]["kind"], e["reason"], e["message"]) for e in all_]
@@ -412,6 +417,42 @@ async def test_a_round_from_its_begin_to_its_result() -> None:
     assert store is not None
     assert next_drill_seconds(store, place.clock.utc_now()) == 24 * 3600
     assert [(kind, reason) for kind, reason, _ in place.events()] == [("Checkpoint", "Intact")]
+
+
+FULL = ApiError(403, "Forbidden", "pods is forbidden: exceeded quota: team, used: pods=8")
+
+
+@pytest.mark.fault("The quota of a namespace has no room for the pods of its store")
+async def test_a_drill_whose_pod_does_not_fit_ends_and_says_why() -> None:
+    """`kubectl holdfast verify` waits for its end."""
+    place = Place(requested(stored(10)))
+    place.api.refuse["POST", "pods"] = FULL
+    await place.passes()
+    assert place.verified() == ("Unknown", "NotRead")
+    assert any("exceeded quota: team" in text for _, _, text in place.events())
+    assert place.available() == ("True", "Probed"), "the store is as good as before"
+
+
+async def test_a_new_store_says_that_its_probe_does_not_fit() -> None:
+    place = Place()
+    del place.store["status"]
+    place.api.refuse["POST", "pods"] = FULL
+    await place.passes()
+    assert place.available() == ("False", "ProbeRefused")
+
+
+async def test_a_probe_that_does_not_fit_says_nothing_about_a_store_that_was_available() -> None:
+    place = Place()
+    tier = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
+    place.api.put("trainingjobs", raw_job(checkpoint={"interval": {"steps": 5}, "object": tier}))
+    place.store["status"]["lastProbe"] = "1970-01-01T00:00:00Z"  # the job is younger
+    place.api.refuse["POST", "pods"] = FULL
+    await place.passes()
+    assert place.available() == ("True", "Probed")
+    place.api.refuse.clear()
+    await place.passes(2)
+    (pod,) = place.pods()
+    assert pod["metadata"]["labels"]["app.kubernetes.io/component"] == "store-probe"
 
 
 @pytest.mark.fault("A drill finds damage in the object store")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from holdfast_core.api import CheckpointStore
 from holdfast_core.clock import Clock
 from holdfast_core.contract import StoreVerb
-from holdfast_operator.kube.api import NameTakenError
-from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.kube.api import ApiError, NameTakenError
+from holdfast_operator.kube.cluster import FORBIDDEN, Cluster
 from holdfast_operator.model import labels
 from holdfast_operator.model.command_pods import (
     CommandFailed,
@@ -73,13 +73,22 @@ class CommandRuns:
         body = render_command(store, command, self._sidecar)
         refusal = await self._cluster.refusal_of_pod(store.namespace, body)
         if refusal is not None:
-            text = f"the {command.verb}'s pod cannot be created in the namespace: {refusal}"
-            return CommandFailed(CommandFailure.REFUSED, text)
+            return self._refused(command, refusal)
         try:
             await self._cluster.create_owned(body)
         except NameTakenError as error:
             return CommandFailed(CommandFailure.REFUSED, str(error))
+        except ApiError as error:
+            if error.status != FORBIDDEN:
+                raise
+            # `refusal_of_pod` passes over an exceeded quota, because the pods of jobs wait for it.
+            return self._refused(command, str(error))
         return CommandUnderway()
+
+    @staticmethod
+    def _refused(command: StoreCommand, why: str) -> CommandFailed:
+        text = f"the {command.verb}'s pod cannot be created in the namespace: {why}"
+        return CommandFailed(CommandFailure.REFUSED, text)
 
     async def end(self, store: CheckpointStore, verb: StoreVerb) -> None:
         """Remove the store's pods of this verb. Call it after the result was written."""

@@ -127,6 +127,9 @@ class Stores:
         due = stores.probe_due(store, newest, present.now)
         state = await self.commands.run(store, stores.probe_command(store), due=due)
         result = present.result(StoreVerb.PROBE, state)
+        refused = isinstance(result, CommandFailed) and result.failure is CommandFailure.REFUSED
+        if refused and store_view(store).available:
+            return  # that a quota of the namespace is full says nothing about a store that was available
         if result is not None:
             present.store = changed(store, status=stores.with_probe(store, result, present.now))
 
