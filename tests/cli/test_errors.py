@@ -42,6 +42,8 @@ class ApiServer:
     """Bodies of the PATCH requests."""
     drops: dict[str, int] = field(default_factory=dict)
     """Number of next requests whose connections are closed without an answer, by method."""
+    away: dict[str, int] = field(default_factory=dict)
+    """Number of next requests that are refused with 503, by the end of the path."""
 
     def answer(self, body: Mapping[str, Any]) -> None:
         self.answers["GET"] = 200, json.dumps(body)
@@ -62,6 +64,13 @@ def server() -> Iterator[ApiServer]:
                 self.close_connection = True
                 return
             path = self.path.partition("?")[0]
+            away = next(
+                (end for end, left in found.away.items() if left and path.endswith(end)), None
+            )
+            if away is not None:
+                found.away[away] -= 1
+                self.send_error(503)
+                return
             asked = (key for key in found.answers if f"{self.command} {path}".endswith(key))
             status, text = found.answers[next(asked, self.command)]
             body = text.encode()
@@ -385,6 +394,70 @@ def test_a_read_whose_connection_breaks_is_repeated(server: ApiServer, config: P
     server.drops = {"GET": 2}
     assert run(config, "list").returncode == 0
     assert len(server.paths) == 3
+
+
+@pytest.fixture
+def without_pauses(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast_cli.cluster.KUBECONFIG", str(config))
+    for module, name in (
+        ("cluster", "AWAY"),
+        ("saving", "LOOK"),
+        ("status", "WATCH"),
+        ("top", "WATCH"),
+    ):
+        monkeypatch.setattr(f"holdfast_cli.{module}.{name}_SECONDS", 0)
+
+
+@pytest.mark.fault("The API server is away for a time while a verb of the CLI waits")
+@pytest.mark.usefixtures("without_pauses")
+def test_a_save_that_waits_outlives_an_outage_of_the_api_server(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.refuse(404, "not found")
+    server.answers["/trainingjobs/gpt"] = 200, json.dumps({"kind": "TrainingJob", "metadata": {}})
+    server.answers["POST"] = 201, json.dumps({"kind": "Checkpoint"})
+    server.answers["/checkpoints/mine"] = 200, json.dumps({"status": {"phase": "Committed"}})
+    server.away = {"/checkpoints/mine": 5}
+    assert (
+        program.run(["save", "gpt", "--pin", "--wait", "--name", "mine"], "kubectl holdfast") == 0
+    )
+    out, err = capsys.readouterr()
+    assert out == "checkpoint mine committed\n"
+    (line,) = err.splitlines()
+    assert "refused checkpoints/mine (503)" in line
+    assert line.endswith("; waiting until it answers")
+
+
+@pytest.mark.fault("The API server is away for a time while a verb of the CLI waits")
+@pytest.mark.usefixtures("without_pauses")
+@pytest.mark.parametrize("verb", ["status", "top"])
+def test_a_watch_outlives_an_outage_of_the_api_server(
+    server: ApiServer,
+    verb: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = []
+
+    def show(*_: object) -> None:
+        shown.append(len(server.paths))
+        server.drops = {"GET": 7}
+        if len(shown) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"holdfast_cli.{verb}.show", show)
+    assert program.run([verb, "-w"], "kubectl holdfast") == 130
+    err = capsys.readouterr().err
+    assert err.count("cannot be reached") == err.count("; waiting until it answers") == 2
+
+
+@pytest.mark.fault("The API server is away for a time while a verb of the CLI waits")
+@pytest.mark.usefixtures("without_pauses")
+def test_an_outage_that_is_longer_than_a_verb_waits_ends_it(server: ApiServer) -> None:
+    server.away = {"/checkpoints": 1_000_000}
+    cluster = ClusterClient.connect(None, None).patient(0.0)
+    with pytest.raises(CommandError, match="503"):
+        cluster.items("checkpoints")
 
 
 @pytest.mark.fault("The connection of the CLI breaks during a create")

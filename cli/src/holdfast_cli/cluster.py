@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kubernetes import client, stream
@@ -16,7 +19,7 @@ from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION as KUBECO
 from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 from urllib3.exceptions import HTTPError, ProtocolError
 
-from holdfast_cli.errors import CommandError, NotFound, StateError, UsageError
+from holdfast_cli.errors import CommandError, NotFound, StateError, Unanswered, UsageError
 from holdfast_cli.gangs import (
     KINDS,
     MAX_STREAMS,
@@ -26,6 +29,7 @@ from holdfast_cli.gangs import (
     members,
     newest_of,
 )
+from holdfast_cli.output import say
 from holdfast_cli.targets import ClusterTarget, Kind, local_path
 from holdfast_core.contract import METRICS_PORT
 from holdfast_core.names import GROUP, JOB_UID_LABEL
@@ -34,16 +38,45 @@ REQUEST_SECONDS = (5, 30)
 """Time-outs of a request: for the connection, and for each read."""
 READ_TRIES = 3
 """Tries of a read whose connection breaks, as at a restart of a load balancer."""
+AWAY_SECONDS = 1.0
+"""Pause between two requests to an API server that does not answer, of a verb that waits."""
 METRICS_SECONDS = 3
 """Time-out of a request for the metrics of a sidecar."""
 LOG_SECONDS = (5, 60)
 """Time-outs of a log that is followed: for the connection, and for each read."""
+_TLS_FAILED = 0
+"""Status by which the client reports errors of TLS."""
 _CHUNK_BYTES = 16 * 1024
 _ERROR_CHANNEL = 3
 """Channel of the protocol of `exec` on which the Status arrives."""
 _HANDSHAKE = re.compile(r"Handshake status (\d+)")
 _SAMPLE = re.compile(r"^holdfast_newest_step\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long a verb that waits repeats its reads while the API server is away, as during its restart."""
+
+    longest_seconds: float
+    """Longest outage."""
+    _since: float | None = None
+    """When the outage began. None: the API server answers."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def answered(self) -> None:
+        self._since = None
+
+    def permits(self, error: Unanswered) -> bool:
+        """Return whether to go on waiting after this error. Say so at the beginning of an outage."""
+        now = time.monotonic()
+        with self._lock:  # a verb may send several requests at the same time
+            begins, self._since = self._since is None, self._since or now
+            if now - self._since > self.longest_seconds:
+                return False
+        if begins:
+            say(f"{error}; waiting until it answers")
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +90,8 @@ class ClusterClient:
     """URL of the API server."""
     everywhere: bool = False
     """Whether lists contain the objects of all namespaces."""
+    patience: Patience | None = None
+    """Set for a verb that waits: its reads are repeated while the API server does not answer."""
 
     @classmethod
     def connect(
@@ -103,6 +138,16 @@ class ClusterClient:
     def in_namespace(self, namespace: str) -> ClusterClient:
         """Return a client of the same connection whose requests go to this namespace."""
         return replace(self, namespace=namespace, everywhere=False)
+
+    def patient(self, longest_seconds: float = math.inf) -> ClusterClient:
+        """Return a client of the same connection for a verb that waits.
+
+        It has answered before: otherwise the context is more likely to be wrong than the server to be away.
+
+        Args:
+            longest_seconds: For how long reads are repeated while the API server does not answer.
+        """
+        return replace(self, patience=Patience(longest_seconds))
 
     def get(self, plural: str, name: str) -> dict[str, Any]:
         call = client.CustomObjectsApi(self.api).get_namespaced_custom_object
@@ -310,6 +355,25 @@ class ClusterClient:
         tries: int = 1,
         **options: str,
     ) -> Any:
+        patience = self.patience if tries > 1 else None  # only a read can be repeated
+        while True:
+            try:
+                reply = self._reply_to(what, call, plural, *arguments, **options)
+            except Unanswered as error:
+                tries -= 1
+                if tries > 0 and isinstance(error.__cause__, ProtocolError):
+                    continue
+                if patience is None or not patience.permits(error):
+                    raise
+                time.sleep(AWAY_SECONDS)
+                continue
+            if self.patience is not None:
+                self.patience.answered()
+            return reply
+
+    def _reply_to(
+        self, what: str, call: Callable[..., Any], plural: str, *arguments: Any, **options: str
+    ) -> Any:
         try:
             return call(
                 GROUP,
@@ -324,6 +388,8 @@ class ClusterClient:
             kind: type[CommandError] = NotFound if _is_missing_object(error) else CommandError
             if error.status == 409 and not _is_changed(error):
                 kind = StateError  # it exists already
+            if error.status in (_TLS_FAILED, 429) or error.status >= 500:
+                kind = Unanswered
             if error.status == 404 and kind is CommandError and (served := _served(self.api)):
                 raise StateError(
                     f"the API server {self.server} of context {self.context} has {plural}.{GROUP} of "
@@ -332,9 +398,7 @@ class ClusterClient:
                 ) from error
             raise kind(self._refused(error, what, plural)) from error
         except (HTTPError, OSError) as error:
-            if tries > 1 and isinstance(error, ProtocolError):
-                return self._request(what, call, plural, *arguments, tries=tries - 1, **options)
-            raise CommandError(self._unreachable(str(error))) from error
+            raise Unanswered(self._unreachable(str(error))) from error
 
     def _unreachable(self, cause: str) -> str:
         return (
@@ -357,8 +421,8 @@ class ClusterClient:
         message = _status_message(error)
         server = f"the API server {self.server} of context {self.context}"
         match error.status:
-            case 0:
-                return self._unreachable(error.reason)  # the client reports errors of TLS so
+            case 0:  # _TLS_FAILED
+                return self._unreachable(error.reason)
             case 401:
                 return (
                     f"{server} does not accept your credentials (401): they may have expired, so log "

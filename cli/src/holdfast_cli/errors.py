@@ -62,6 +62,10 @@ class NotFound(CommandError):
     exit = Exit.MISSING
 
 
+class Unanswered(CommandError):
+    """The API server does not answer, or cannot serve a request now."""
+
+
 class StateError(CommandError):
     """The state of what was named forbids the deed."""
 

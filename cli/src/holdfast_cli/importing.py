@@ -285,7 +285,7 @@ def import_store(
     uid = cluster.get("checkpointstores", store)["metadata"]["uid"]
     annotate(cluster, store, uid, wanted)
     try:
-        listed = parse_list(_log_of(cluster, store, wanted))
+        listed = parse_list(_log_of(cluster.patient(START_SECONDS), store, wanted))
     finally:
         if _is_asked(cluster, store, wanted):
             annotate(cluster, store, uid, None)

@@ -56,7 +56,7 @@ def save(cluster: ClusterClient, job: str, name: str, *, pin: bool, wait: bool) 
     if not pin:
         say("keepLast removes it later, as any other checkpoint; --pin keeps it")
     if wait:
-        return Result(_committed(cluster, name), [f"checkpoint {name} committed"])
+        return Result(_committed(cluster.patient(), name), [f"checkpoint {name} committed"])
     phase = (gang.get("status") or {}).get("phase")
     when = "" if phase in (None, "Running") else f"; {job} is {phase}, it saves when it trains"
     return Result(created, [f"checkpoint {name} requested{when}"])

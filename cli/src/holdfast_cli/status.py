@@ -46,12 +46,13 @@ def command(session: Session, target: Target | None, watch: bool) -> Result:
         if session.everywhere:
             raise UsageError("--all-namespaces lists everything: omit it, or omit the job")
     cluster = session.cluster()
+    result, cluster = status_of(cluster, name), cluster.patient()
     while watch:
-        result = status_of(cluster, name)
         click.clear()
         show(result, session.format)
         time.sleep(WATCH_SECONDS)
-    return status_of(cluster, name)
+        result = status_of(cluster, name)
+    return result
 
 
 def status_of(cluster: ClusterClient, name: str | None) -> Result:

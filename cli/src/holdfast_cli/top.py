@@ -252,14 +252,15 @@ def command(session: Session, named: tuple[str, ...], watch: bool) -> Result:
     cluster = session.cluster()
     commits = CommitTimes(cluster)
 
-    def now() -> Result:
+    def now(cluster: ClusterClient) -> Result:
         rows = read_rows(cluster, commits, SystemClock().utc_now())
         width = shutil.get_terminal_size((WIDTH, 24)).columns
         return top_result(rows, everywhere=session.everywhere, width=width)
 
+    result, cluster = now(cluster), cluster.patient()
     while watch:
-        result = now()
         click.clear()
         show(result, session.format)
         time.sleep(WATCH_SECONDS)
-    return now()
+        result = now(cluster)
+    return result

@@ -153,7 +153,7 @@ def drill(
     if not wait:
         text = f"the drill of {name} is requested; kubectl get ckpt {name} shows the result"
         return Result({"checkpoint": name, **wanted}, [text])
-    shown = ""
+    cluster, shown = cluster.patient(), ""
     while True:
         try:
             checkpoint = parsed(Checkpoint, cluster.get("checkpoints", name))
