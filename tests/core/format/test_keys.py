@@ -18,6 +18,7 @@ from holdfast_core.format.keys import (
     needs_key,
     pack_key,
     parse_key,
+    parts_of,
     references_prefix,
     shard_key,
     shards_prefix,
@@ -25,6 +26,7 @@ from holdfast_core.format.keys import (
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
+STEPS = range(10, 10_010, 10)
 DIGEST = Digest("b3:" + "0123456789abcdef" * 4)
 CHECKPOINT = CheckpointId(Step(1200), RestartRound(3))
 LATER = CheckpointId(Step(1300), RestartRound(4))
@@ -105,3 +107,13 @@ def test_hostile_namespaces_are_refused(namespace: str) -> None:
 def test_numbers_without_a_key(step: int, round_: int) -> None:
     with pytest.raises(FormatError):
         manifest_key(CheckpointId(Step(step), RestartRound(round_)))
+
+
+def test_the_shards_of_many_checkpoints_are_in_one_part_each() -> None:
+    found = [CheckpointId(Step(step), RestartRound(0)) for step in STEPS]
+    parts = parts_of("shards/", found)
+    assert parts == [f"shards/s00000000{digit}" for digit in range(10)] + ["shards/s000000010"]
+    for checkpoint in found:
+        assert sum(shards_prefix(checkpoint).startswith(part) for part in parts) == 1
+    assert parts_of("shards/", found[:20]) == ["shards/"]
+    assert parts_of(shards_prefix(found[7]), found) == [shards_prefix(found[7])]

@@ -123,6 +123,20 @@ def test_a_checkpoint_without_its_manifest_is_not_listed(tmp_path: Path) -> None
         assert [one.step for one in found.listing()] == [1]
 
 
+def test_many_checkpoints_of_a_store_are_listed_with_all_of_their_objects(tmp_path: Path) -> None:
+    for step in range(1, 301):
+        shards = tmp_path / f"team-a/uid-1/shards/s{step:012d}-r000000"
+        shards.mkdir(parents=True)
+        for rank in range(2):
+            (shards / f"rank{rank:06d}-{step:016x}.shard").write_bytes(b"x" * step)
+        manifest = tmp_path / f"team-a/uid-1/manifests/s{step:012d}/r000000.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.write_text("{}")
+    with holdfast.open(tmp_path) as found:
+        listed = [(one.step, one.ranks, one.stored_bytes) for one in found.listing()]
+    assert listed == [(step, 2, 2 * step) for step in range(1, 301)]
+
+
 def test_all_trainings_of_a_prefix_are_opened(tmp_path: Path) -> None:
     for job, step in (("team-a/uid-1", 7), ("team-b/uid-2", 8)):
         folder = tmp_path / job / f"manifests/s{step:012d}"

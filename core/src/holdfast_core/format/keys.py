@@ -7,6 +7,7 @@ every name that the `*_key` functions do not produce (path traversal, NUL, other
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,6 +25,11 @@ from holdfast_core.ids import (
     ShardRef,
     Step,
 )
+
+_DIVIDED_CHECKPOINTS = 250
+"""Fewest checkpoints whose shards are listed by parts. A page of a listing has a thousand objects."""
+_PARTS = 8
+"""Fewest parts. Each further digit of the step gives up to ten times as many."""
 
 SHARDS = "shards"
 LAYOUTS = "layouts"
@@ -107,6 +113,21 @@ def node_key(ref: ShardRef) -> str:
 def shards_prefix(checkpoint: CheckpointId) -> str:
     """Return `shards/s<step>-r<round>/`, the prefix of all shards of one checkpoint, with the slash."""
     return f"{SHARDS}/{_folder(checkpoint)}/"
+
+
+def parts_of(shards: str, checkpoints: Collection[CheckpointId]) -> Collection[str]:
+    """Divide the shards below a prefix by longer prefixes, so that parts can be listed at the same time.
+
+    Args:
+        shards: The prefix. It is not divided where few of the checkpoints have shards below it.
+        checkpoints: The checkpoints. Shards of others may be in no part.
+    """
+    names = [name for name in map(shards_prefix, checkpoints) if name.startswith(shards)]
+    parts, length = {shards}, len(shards)
+    while len(parts) < _PARTS and len(names) >= _DIVIDED_CHECKPOINTS:
+        length += 1
+        parts = {name[:length] for name in names}
+    return sorted(parts)
 
 
 def layout_key(digest: Digest) -> str:

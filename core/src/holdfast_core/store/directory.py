@@ -237,10 +237,11 @@ class DirectoryObjectStore:
 
         Without `deep`, files in directories below the prefix are left out.
         """
-        top = self._root / prefix.rpartition("/")[0]
+        parent, _, begin = prefix.rpartition("/")
+        top = str(self._root / parent)
         for folder, below, names in os.walk(top, onerror=_fail):
-            if not deep:
-                below.clear()
+            if folder == top:
+                below[:] = [name for name in below if deep and name.startswith(begin)]
             for name in names:
                 path = Path(folder, name)
                 key = str(path.relative_to(self._root))

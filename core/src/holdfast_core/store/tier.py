@@ -106,6 +106,12 @@ class JobObjects:
             for item in page.objects:
                 yield Listed(item.key.removeprefix(self.prefix), item.age, item.size_bytes)
 
+    def list_each(self, below: Iterable[str]) -> Iterator[Listed]:
+        """Yield all objects below several paths in their order. The paths are listed at the same time."""
+        with ThreadPoolExecutor(READERS, "listing") as pool:
+            for found in pool.map(lambda path: tuple(self.list(path)), below):
+                yield from found
+
     def unfinished(self) -> Sequence[Listed]:
         """Return what interrupted or running writes have stored (ObjectStore.unfinished)."""
         return self._store.unfinished(self.prefix)

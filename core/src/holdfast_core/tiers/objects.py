@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -143,20 +143,27 @@ class CheckpointObjects:
     """Bytes of its objects but the manifest. Chunks that another checkpoint stores for it do not count."""
 
 
-def checkpoints_in(
-    manifests: Iterable[Listed], shards: Iterable[Listed]
-) -> dict[CheckpointId, CheckpointObjects]:
+def checkpoints_in(manifests: Iterable[Listed]) -> dict[CheckpointId, CheckpointObjects]:
     """Return the checkpoints of a job that have a manifest, in the order of the listing.
 
     Args:
         manifests: The objects below `keys.MANIFESTS`, with keys relative to the job.
-        shards: The objects below `keys.SHARDS`. Those of one checkpoint and rank follow each other.
     """
-    found = {
+    return {
         key.checkpoint: CheckpointObjects(age)
         for key, age in ((_parsed(item), item.age) for item in manifests)
         if isinstance(key, keys.ManifestKey)
     }
+
+
+def count_shards(found: Mapping[CheckpointId, CheckpointObjects], shards: Iterable[Listed]) -> None:
+    """Add ranks and bytes to the checkpoints of a job.
+
+    Args:
+        found: The checkpoints that have a manifest.
+        shards: Their objects below `keys.SHARDS`, with keys relative to the job. Those of one checkpoint and
+            rank follow each other.
+    """
     last: tuple[CheckpointId, Rank] | None = None
     for item in shards:
         key = _parsed(item)
@@ -167,7 +174,6 @@ def checkpoints_in(
         if key.kind is not keys.ShardObject.LAYOUT and last != (key.checkpoint, key.rank):
             last = key.checkpoint, key.rank
             objects.ranks += 1
-    return found
 
 
 def _parsed(item: Listed) -> keys.Key | None:

@@ -17,6 +17,7 @@ from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast.reading.source import ListedCheckpoint, listed_below, listed_from
 from holdfast_core.drill import DrillPlace
 from holdfast_core.errors import ConfigError, FormatError, NotFoundError
+from holdfast_core.format import keys
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName, age_of
 from holdfast_core.retention import RetentionReason
@@ -27,7 +28,7 @@ from holdfast_core.store.tier import Dead, ObjectTier
 from holdfast_core.store_url import StoreUrl
 from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import ShardSource
-from holdfast_core.tiers.objects import checkpoints_in
+from holdfast_core.tiers.objects import checkpoints_in, count_shards
 
 _SHOWN_JOBS = 10
 
@@ -107,7 +108,9 @@ class StoreSource(Closing):
 
     def listed(self, only: CheckpointId | None = None) -> list[ListedCheckpoint]:
         objects = self._tier.job(self.namespace, self.job_uid)
-        found = checkpoints_in(*(objects.list(below) for below in listed_below(only)))
+        manifests, shards = listed_below(only)
+        found = checkpoints_in(objects.list(manifests))
+        count_shards(found, objects.list_each(keys.parts_of(shards, found)))
         return listed_from(found, None, only)
 
     def references(self, checkpoint: CheckpointId) -> Mapping[CheckpointId, int]:

@@ -35,7 +35,7 @@ from holdfast_core.reading import check_source
 from holdfast_core.retention import RetentionReason
 from holdfast_core.tasks import Closing
 from holdfast_core.tiers.base import ShardSource
-from holdfast_core.tiers.objects import CheckpointObjects, Listed, checkpoints_in
+from holdfast_core.tiers.objects import CheckpointObjects, Listed, checkpoints_in, count_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,9 @@ class FolderSource(Closing):
     def listed(self, only: CheckpointId | None = None) -> list[ListedCheckpoint]:
         job = self._root / "tier" / JOB_UID
         with disk_errors(f"listing {job}"):
-            found = checkpoints_in(*(_listed(job, below) for below in listed_below(only)))
+            manifests, shards = listed_below(only)
+            found = checkpoints_in(_listed(job, manifests))
+            count_shards(found, _listed(job, shards))
         return listed_from(found, pinned(self._root), only)
 
     def references(self, checkpoint: CheckpointId) -> Mapping[CheckpointId, int]:

@@ -446,7 +446,7 @@ class CloudObjectStore:
             # obstore lists whole folders only, so the last name of the prefix is compared here. A server
             # that does not know `startFrom` (Azurite) sends the pages before `after` as well.
             listing = obstore.list(
-                clients.once, _folder(prefix), offset=after or None, chunk_size=_PAGE_KEYS
+                clients.once, _folder(prefix), offset=after or prefix or None, chunk_size=_PAGE_KEYS
             )
             found = list[Any]()
             for chunk in listing:
