@@ -35,8 +35,12 @@ _DRAIN_SECONDS = 1.0
 """Time to wait for the last lines of a rank that has ended."""
 
 
+_END_SECONDS = 120.0
+"""Time for the ends of killed ranks. The kernel takes long to release the memory of a large one."""
+
+
 class ForkServerError(HoldfastError):
-    """The fork server has ended or could not fork. No process can be started any more."""
+    """The fork server has ended or could not fork, or a rank does not end. No process can be started."""
 
 
 @dataclass(slots=True)
@@ -230,16 +234,27 @@ class Processes:
         """Send SIGKILL to every rank's process group and wait until all ranks are reaped.
 
         No other signal ends a rank that hangs in a collective.
+
+        Raises ForkServerError for a rank that does not end. It runs no instruction of its program any more.
         """
         for process in self._ranks.values():
             if process.pid is not None and process.code is None:
                 kill_group(process.pid)
-        for process in tuple(self._ranks.values()):
-            if process.pid is None and process.code is None:
-                await process.forked.wait()  # the fork was requested; its pid arrives soon
-                if process.pid is not None and process.code is None:
-                    kill_group(process.pid)
-            await process.ended.wait()
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                for process in tuple(self._ranks.values()):
+                    if process.pid is None and process.code is None:
+                        await process.forked.wait()  # the fork was requested; its pid arrives soon
+                        if process.pid is not None and process.code is None:
+                            kill_group(process.pid)
+                    await process.ended.wait()
+        except TimeoutError as error:
+            self._ranks.clear()
+            raise ForkServerError(
+                f"holdfast run: rank {process.rank} (process {process.pid}) has not ended "
+                f"{_END_SECONDS:g} s after SIGKILL: the kernel does not return from a call to a file "
+                f"system or a device, which /proc/{process.pid}/stack names"
+            ) from error
         self._ranks.clear()
 
     async def close(self) -> None:

@@ -1,0 +1,52 @@
+"""The launcher waits a bounded time for ranks that it has killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tests.support.hang import HANG_SECONDS
+
+from holdfast.base.settings import RankSettings
+from holdfast.launcher.options import Command, CommandKind, LogOptions
+from holdfast.launcher.output import LogFiles
+from holdfast.launcher.processes import ForkServerError, Processes, RoundSettings
+
+
+def children() -> set[int]:
+    """Return the processes that this one has started."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+@pytest.mark.fault("A killed rank stays in the kernel, which waits for a device or a file system")
+def test_a_rank_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server is stopped, so that it reports no rank that has ended."""
+    monkeypatch.setattr("holdfast.launcher.processes._END_SECONDS", 0.1)
+
+    async def ended() -> str:
+        command = Command(CommandKind.EXEC, ("sleep", "600"))
+        processes = Processes(command, (), LogFiles(LogOptions(), "run"))
+        before = children()
+        processes.start()
+        (server,) = children() - before
+        try:
+            await processes.fork_ranks(RoundSettings(RankSettings(), 0, "run"))
+            (rank,) = processes.ranks
+            await rank.forked.wait()
+            os.kill(server, signal.SIGSTOP)
+            with pytest.raises(ForkServerError) as refused:
+                await processes.end_ranks()
+            await processes.end_ranks()  # as when the launcher leaves after the error
+            return str(refused.value).replace(str(rank.pid), "PID")
+        finally:
+            os.kill(server, signal.SIGCONT)
+            await processes.close()
+
+    assert asyncio.run(asyncio.wait_for(ended(), HANG_SECONDS)) == (
+        "holdfast run: rank 0 (process PID) has not ended 0.1 s after SIGKILL: the kernel does not return "
+        "from a call to a file system or a device, which /proc/PID/stack names"
+    )
