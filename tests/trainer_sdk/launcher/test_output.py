@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 from tests.support.hang import HANG_SECONDS
@@ -31,6 +32,42 @@ def test_each_line_begins_with_the_rank(tmp_path: Path) -> None:
     with open(tmp_path / "log", "wb", buffering=0) as log:
         asyncio.run(pumped(log, b"step 1\nst", b"ep 2\n", b"no end"))
     assert (tmp_path / "log").read_text() == "[rank 0] step 1\n[rank 0] step 2\n[rank 0] no end\n"
+
+
+class Log(io.BytesIO):
+    """A console that shows when it was written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = asyncio.Event()
+
+    def write(self, data: Any) -> int:
+        self.written.set()
+        return super().write(data)
+
+
+@pytest.mark.parametrize("version", ["\r{}", "{}\r"])
+def test_a_progress_bar_is_shown_before_its_line_ends(version: str) -> None:
+    async def shown() -> list[str]:
+        log = Log()
+        read, write = os.pipe()
+        pump = OutputPump(read, "[rank 0] ", log, None)
+        pump.start()
+        os.write(write, version.format("0%").encode() + version.format("20%").encode())
+        async with asyncio.timeout(HANG_SECONDS):
+            await log.written.wait()
+        before = log.getvalue().decode()
+        for text in ("99%", "100%"):
+            os.write(write, version.format(text).encode())
+            await asyncio.sleep(0)
+        os.write(write, b"\nend\r\n")
+        os.close(write)
+        async with asyncio.timeout(HANG_SECONDS):
+            await pump.drained.wait()
+        return [before, log.getvalue().decode()]
+
+    bar = "[rank 0] 20%\n"
+    assert asyncio.run(shown()) == [bar, f"{bar}[rank 0] 100%\n[rank 0] end\n"]
 
 
 @pytest.mark.fault("The disk is full to which the output of `holdfast run` goes, when a rank ends")

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -79,6 +79,8 @@ logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 2048
 _MAX_LINE_BYTES = 64 * 1024
+_BAR_SECONDS = 1.0
+"""Shortest time between two versions of a progress bar, each of which is a line of the log."""
 
 
 class Tail:
@@ -96,6 +98,8 @@ class Tail:
 
 class OutputPump:
     """Reads one pipe until its end and writes complete lines, each with `prefix` in front.
+
+    Of a line that a progress bar writes over, the newest version is written from time to time.
 
     Call `start` in a running event loop. `drained` is set at the end of the pipe.
 
@@ -121,6 +125,10 @@ class OutputPump:
         self._target = target
         self._tail = tail
         self._partial = b""
+        self._bar: asyncio.TimerHandle | None = None
+        """When the next version of a progress bar may be written. None: at once."""
+        self._shown = b""
+        """The newest version that was written."""
         self.drained = asyncio.Event()
 
     def start(self) -> None:
@@ -131,8 +139,10 @@ class OutputPump:
         """Write an incomplete last line and close the pipe, even if a grandchild holds its other end."""
         if not self.drained.is_set():
             asyncio.get_running_loop().remove_reader(self._descriptor)
+            if self._bar is not None:
+                self._bar.cancel()
             if self._partial:
-                self._emit(self._partial + b"\n")
+                self._emit([self._partial])
                 self._partial = b""
             os.close(self._descriptor)
             if self._copy is not None:
@@ -153,11 +163,25 @@ class OutputPump:
         if self._copy is not None:
             self._append(self._copy, data)
         *lines, self._partial = (self._partial + data).split(b"\n")
+        if b"\r" in self._partial:
+            newest, ends = _newest_version(self._partial), self._partial.endswith(b"\r")
+            self._partial = newest + b"\r" if ends else b"\r" + newest
         if len(self._partial) > _MAX_LINE_BYTES:
             lines.append(self._partial)
             self._partial = b""
         if lines:
-            self._emit(b"".join(self._prefix + line + b"\n" for line in lines))
+            self._emit(lines)
+        if self._bar is None:
+            self._show_bar()
+
+    def _show_bar(self) -> None:
+        """Write the newest version of a progress bar, and the next one after some time."""
+        self._bar = None
+        is_new = b"\r" in self._partial and self._partial != self._shown
+        if is_new and self._partial.strip():
+            self._shown = self._partial
+            self._emit([self._partial])
+            self._bar = asyncio.get_running_loop().call_later(_BAR_SECONDS, self._show_bar)
 
     def _append(self, file: BinaryIO, data: bytes) -> None:
         try:
@@ -168,14 +192,18 @@ class OutputPump:
             logger.error("%s: %s: this file receives no more output", file.name, error)
             self._copy = None
 
-    def _emit(self, data: bytes) -> None:
-        if data == self._partial + b"\n":
-            data = self._prefix + data
+    def _emit(self, lines: Iterable[bytes]) -> None:
+        data = b"".join(self._prefix + _newest_version(line) + b"\n" for line in lines)
         # The reader of the log may have ended (`holdfast run | head`), the terminal be closed, or the disk
         # be full. Training must continue, and later lines may find room.
         with contextlib.suppress(OSError, ValueError):  # the latter if the file object is closed
             self._target.write(data)
             self._target.flush()
+
+
+def _newest_version(line: bytes) -> bytes:
+    """Return what a terminal shows of a line, whose versions each begin or end with a carriage return."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def open_streams(
