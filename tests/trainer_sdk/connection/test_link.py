@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.trainer.launched import until
 
-from holdfast.connection.link import Link, OpenedFile
+from holdfast.connection.link import PERSISTER_PAUSE_SECONDS, Link, OpenedFile, pauses
 from holdfast_core.errors import HoldfastError, RefusedError, UnavailableError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName
@@ -165,6 +166,14 @@ def test_a_link_retries_a_connection_that_cannot_be_opened(
     other.greet()
     assert link.wait_connected(60)
     assert events.calls.count("disconnected") == 1
+
+
+@pytest.mark.fault("A folder is unmounted for hours while ranks train")
+def test_persisters_of_a_folder_that_is_away_start_more_and_more_rarely() -> None:
+    """Each start takes a second of a processor on each rank."""
+    waits = list(islice(pauses(PERSISTER_PAUSE_SECONDS), 14))
+    assert waits[:4] == [0.02, 0.04, 0.08, 0.16]
+    assert waits[-3:] == [30.0, 30.0, 30.0]
 
 
 @pytest.mark.fault("A stop is requested in round 0")

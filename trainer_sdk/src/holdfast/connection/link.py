@@ -18,9 +18,8 @@ import os
 import selectors
 import socket
 import threading
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +90,8 @@ logger = logging.getLogger(__name__)
 _MAX_QUEUED_BYTES = 8 << 20
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
+PERSISTER_PAUSE_SECONDS = 30.0
+"""Longest pause between two starts of a persister, each of which imports modules for a second."""
 _READ_BYTES = 64 * 1024
 _MAX_FILES = 4
 """Most files that one read may receive. A rank has one request for a file at a time."""
@@ -132,6 +133,14 @@ class LinkEvents(Protocol):
         ...
 
 
+def pauses(longest_seconds: float) -> Iterator[float]:
+    """Yield the pauses between attempts to connect."""
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, longest_seconds)
+
+
 class Link:
     """Connection to the sidecar or persister that reconnects by itself.
 
@@ -144,6 +153,7 @@ class Link:
         events: Receives the callbacks.
         hello_seconds: Time-out of the reply to Hello; None for none.
         peer: Name of the other side for log and error messages.
+        longest_pause_seconds: Limit of the pause between two attempts to connect, which doubles each time.
     """
 
     def __init__(
@@ -152,7 +162,9 @@ class Link:
         events: LinkEvents,
         hello_seconds: float | None = 10.0,
         peer: str = "the sidecar",
+        longest_pause_seconds: float = _LONGEST_PAUSE_SECONDS,
     ) -> None:
+        self._longest_pause_seconds = longest_pause_seconds
         self._peer = peer
         self._connect = connect
         self._hello_seconds = hello_seconds
@@ -164,7 +176,7 @@ class Link:
         self._waiting: dict[int, Future[Any]] = {}
         self._files: collections.deque[int] = collections.deque()
         """Open files that were received, in the order of the frames that carry them."""
-        self._closing = False
+        self._closing = threading.Event()
         self._ready = threading.Event()
         self._wakers: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
@@ -231,7 +243,7 @@ class Link:
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Send the queued messages, then end the connection and the thread."""
-        self._closing = True
+        self._closing.set()
         self._wake()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
@@ -257,16 +269,15 @@ class Link:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        pause = _FIRST_PAUSE_SECONDS
-        while not self._closing:
+        waits = pauses(self._longest_pause_seconds)
+        while not self._closing.is_set():
             reason = self._live()
             if self._ready.is_set():
-                pause = _FIRST_PAUSE_SECONDS
+                waits = pauses(self._longest_pause_seconds)
             self._drop(reason)
-            if not self._closing:
+            if not self._closing.is_set():
                 self._call(partial(self._events.disconnected, reason))
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                self._closing.wait(next(waits))
         if self._wakers is not None:
             for waker in self._wakers:
                 waker.close()
@@ -312,7 +323,7 @@ class Link:
             pending = b""
             while True:
                 pending = self._send(connection, pending)
-                if self._closing and not pending and not self._outgoing:
+                if self._closing.is_set() and not pending and not self._outgoing:
                     return
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if pending else 0)
                 selector.modify(connection, wanted)

@@ -13,7 +13,7 @@ import sys
 from holdfast.base.handle import SaveHandle
 from holdfast.base.options import Folder, Options, folder_path, required_store
 from holdfast.base.settings import RankSettings
-from holdfast.connection.link import Link, OwnSocket
+from holdfast.connection.link import PERSISTER_PAUSE_SECONDS, Link, OwnSocket
 from holdfast.connection.session import Session
 from holdfast.directory.choice import JOB_UID, committed, older_than, refuse_old_layout
 from holdfast.directory.commit import delete_step
@@ -373,7 +373,7 @@ class FolderPlace:
     # ------------------------------------------------------------------ inside
 
     def _open_link(self, session: Session) -> RestartRound:
-        session.open(Link(self._connect, session, None, self.traits.peer))
+        session.open(Link(self._connect, session, None, self.traits.peer, PERSISTER_PAUSE_SECONDS))
         return wait_connected(session, self)
 
     def _connect(self) -> socket.socket:
