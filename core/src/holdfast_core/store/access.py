@@ -32,6 +32,10 @@ class StoreAccess:
     """CredentialsProvider of S3, CloudCredentials, or None for a directory."""
     ca_file: str | None = None
 
+    @property
+    def _is_over_obstore(self) -> bool:
+        return bool(self.config.account or self.config.google)
+
     def open(
         self,
         *,
@@ -49,7 +53,7 @@ class StoreAccess:
         directory = directory_of(self.config.endpoint)
         if directory is not None:
             return DirectoryObjectStore(directory)
-        if self.config.account or self.config.google:
+        if self._is_over_obstore:
             from holdfast_core.store.cloud.store import CloudObjectStore
 
             return CloudObjectStore(
@@ -67,7 +71,7 @@ class StoreAccess:
         """Probe the store, as `probe` does. None for a directory, which needs no probe."""
         if directory_of(self.config.endpoint) is not None:
             return None
-        if self.config.account or self.config.google:
+        if self._is_over_obstore:
             return probe_objects(self.config, lambda retrier: self.open(retrier=retrier))
         return probe(self.config, self.credentials, ca_file=self.ca_file)
 
