@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,7 +13,8 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from tests.support.servers.played_google import BUCKET, PlayedGoogle
+from tests.support.servers.pki import Authority
+from tests.support.servers.played_google import BUCKET, LOGIN, PlayedGoogle
 from tests.support.tiers.cloud_writer import killed_at
 from tests.support.tiers.object_tier_contract import ObjectTierContract
 
@@ -150,6 +152,33 @@ def test_the_identity_of_a_pod_gets_its_tokens_from_the_metadata_server(
     assert (found["available"], found["reason"]) == (False, "AccessDenied")
     assert "no token for the identity: 404" in found["message"]
     assert "check that the pool of nodes has workload identity" in found["message"]
+
+
+@pytest.mark.fault("The login of a person at Google has expired or was taken back")
+def test_the_login_of_a_person_gets_its_tokens_from_google(
+    server: PlayedGoogle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy plays accounts.google.com, whose name obstore has no setting for."""
+    authority = Authority()
+    (tmp_path / "ca.pem").write_bytes(authority.certificate_pem)
+    (tmp_path / "leaf.pem").write_bytes(b"".join(authority.leaf("accounts.google.com")))
+    server.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.tls.load_cert_chain(tmp_path / "leaf.pem")
+    monkeypatch.setenv("HTTPS_PROXY", f"http://{server.endpoint}")
+    file = tmp_path / "key.json"
+    file.write_text(json.dumps({"type": "authorized_user", **LOGIN}))
+    environment = server.environment(str(file)) | {"SSL_CERT_FILE": str(tmp_path / "ca.pem")}
+    access = access_by_url(parse_store_url(f"gs://{BUCKET}/x"), environment)
+    with closing(access.open()) as store:
+        store.write("x/one", Document(b"x"))
+        assert store.get("x/one") == b"x"
+    server.gives_tokens = False
+    with closing(access.open()) as store, pytest.raises(AccessDeniedError) as refused:
+        store.get("x/one")
+    assert f"log in again (gcloud auth application-default login), and correct {file}" in str(
+        refused.value
+    )
+    assert "login-of-ann" not in str(refused.value)
 
 
 # --------------------------------------------------------------------------- bad input

@@ -11,6 +11,7 @@ documented rules of the service, which it follows for the requests that obstore 
 * A listing shows what was written before it, in order, at most 1,000 keys or folders on a page.
 * DELETE and GET of an absent object have status 404 with the code NoSuchKey; HEAD has no body.
 * A token is accepted that the key of the service account signed (RS256), or that the metadata server gave.
+* As a proxy it plays `accounts.google.com`, which gives a token for the login of a person.
 * `x-goog-hash` has the CRC32C of an object, and of a body, which is then compared.
 
 It cannot show what Google's own servers do beyond these rules: times, limits of rates, codes of errors that
@@ -24,6 +25,7 @@ import base64
 import json
 import re
 import secrets
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +46,11 @@ from holdfast_core.format.canonical import crc32c
 
 BUCKET = "holdfast"
 ACCOUNT = "trainer@team.iam.gserviceaccount.com"
+LOGIN = {
+    "client_id": "gcloud",
+    "client_secret": "secret-of-gcloud",
+    "refresh_token": "login-of-ann",
+}
 _PAGE = 1000
 _LEAST_PART = 5 << 20
 _TOKEN = "token-of-the-metadata-server"
@@ -95,7 +102,9 @@ class PlayedGoogle(ThreadingHTTPServer):
         self.is_forbidden = False
         """Whether the account lacks the role for the buckets."""
         self.gives_tokens = True
-        """Whether the metadata server has an identity for this process."""
+        """Whether the metadata server has an identity for this process, and a person is logged in."""
+        self.tls: ssl.SSLContext | None = None
+        """What the server shows as `accounts.google.com`."""
         self.asked = list[tuple[str, str, dict[str, str]]]()
         """Method, path with query, and headers of each request."""
         self.stored: dict[str, dict[str, _Object]] = {BUCKET: {}}
@@ -203,6 +212,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
+    def do_CONNECT(self) -> None:
+        """Play the host that the client wants to reach."""
+        assert self.path == "accounts.google.com:443" and self.server.tls is not None
+        self.send_response(200)
+        self.end_headers()
+        self.connection = self.server.tls.wrap_socket(self.connection, server_side=True)
+        self.rfile = self.connection.makefile("rb")
+        self.wfile = self.connection.makefile("wb", buffering=0)
+
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.asked.append((self.command, self.path, dict(self.headers)))
@@ -212,6 +230,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if bucket == "computeMetadata":
                 self._metadata()
+            elif url.path == "/o/oauth2/token":
+                self._login(dict(parse_qsl(body.decode())))
             elif bucket == "":
                 raise _RefusedError(400, "InvalidURI", "Couldn't parse the specified URI.")
             else:
@@ -243,6 +263,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _metadata(self) -> None:
         if self.headers.get("Metadata-Flavor") != "Google" or not self.server.gives_tokens:
             raise _RefusedError(404, "", "no service account")
+        self._give_token()
+
+    def _login(self, given: dict[str, str]) -> None:
+        if given != {"grant_type": "refresh_token", **LOGIN} or not self.server.gives_tokens:
+            self._reply(400, b'{"error": "invalid_grant"}', {"Content-Type": "application/json"})
+            return
+        self._give_token()
+
+    def _give_token(self) -> None:
         token = {"access_token": _TOKEN, "expires_in": 3600, "token_type": "Bearer"}
         self._reply(200, json.dumps(token).encode(), {"Content-Type": "application/json"})
 

@@ -57,6 +57,11 @@ class GoogleKeys:
     @property
     def advice_on_tokens(self) -> str:
         """See CloudKeys."""
+        if self.path:  # of a person: the key of a service account signs its tokens itself
+            return (
+                f"log in again (gcloud auth application-default login), and correct {self.path}, or use a "
+                "key of a service account"
+            )
         return (
             "where there is no metadata server, name a key of a service account (credentialsSecretRef, "
             f"{_KEY_VARIABLE}); on GKE, check that the pool of nodes has workload identity"
