@@ -428,6 +428,24 @@ def test_a_save_that_waits_outlives_an_outage_of_the_api_server(
     assert line.endswith("; waiting until it answers")
 
 
+@pytest.mark.fault("A Checkpoint is deleted while the CLI waits for its save")
+@pytest.mark.usefixtures("without_pauses")
+def test_a_save_that_waits_says_for_what_and_that_its_object_was_deleted(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.refuse(404, "not found")
+    suspended = {"kind": "TrainingJob", "metadata": {}, "status": {"phase": "Suspended"}}
+    server.answers["/trainingjobs/gpt"] = 200, json.dumps(suspended)
+    server.answers["POST"] = 201, json.dumps({"kind": "Checkpoint"})
+    assert (
+        program.run(["save", "gpt", "--pin", "--wait", "--name", "mine"], "kubectl holdfast") == 6
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "gpt is Suspended, it saves when it trains",
+        "kubectl holdfast: checkpoint mine was deleted meanwhile: it was not saved, or is not kept",
+    ]
+
+
 @pytest.mark.fault("The API server is away for a time while a verb of the CLI waits")
 @pytest.mark.usefixtures("without_pauses")
 @pytest.mark.parametrize("verb", ["status", "top"])

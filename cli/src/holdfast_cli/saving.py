@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast_cli.errors import CommandError, StateError
+from holdfast_cli.errors import CommandError, NotFound, StateError
 from holdfast_cli.gangs import VERSION
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Result, say
@@ -55,16 +55,23 @@ def save(cluster: ClusterClient, job: str, name: str, *, pin: bool, wait: bool) 
     )
     if not pin:
         say("keepLast removes it later, as any other checkpoint; --pin keeps it")
-    if wait:
-        return Result(_committed(cluster.patient(), name), [f"checkpoint {name} committed"])
     phase = (gang.get("status") or {}).get("phase")
-    when = "" if phase in (None, "Running") else f"; {job} is {phase}, it saves when it trains"
-    return Result(created, [f"checkpoint {name} requested{when}"])
+    when = "" if phase in (None, "Running") else f"{job} is {phase}, it saves when it trains"
+    if wait:
+        if when:
+            say(when)
+        return Result(_committed(cluster.patient(), name), [f"checkpoint {name} committed"])
+    return Result(created, [f"checkpoint {name} requested{when and '; '}{when}"])
 
 
 def _committed(cluster: ClusterClient, name: str) -> dict[str, Any]:
     while True:
-        item = cluster.get("checkpoints", name)
+        try:
+            item = cluster.get("checkpoints", name)
+        except NotFound as error:
+            raise StateError(
+                f"checkpoint {name} was deleted meanwhile: it was not saved, or is not kept"
+            ) from error
         status = item.get("status") or {}
         if status.get("phase") == "Committed":
             return item
