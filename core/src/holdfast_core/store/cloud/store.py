@@ -441,12 +441,13 @@ class CloudObjectStore:
 
     def _chunk(self, prefix: str, after: str) -> Sequence[Any]:
         """Return the next objects whose key begins with `prefix` and is behind `after`, in order."""
+        begin = "" if prefix.endswith("/") else prefix
 
         def read(clients: Clients) -> Sequence[Any]:
             # obstore lists whole folders only, so the last name of the prefix is compared here. A server
             # that does not know `startFrom` (Azurite) sends the pages before `after` as well.
             listing = obstore.list(
-                clients.once, _folder(prefix), offset=after or prefix or None, chunk_size=_PAGE_KEYS
+                clients.once, _folder(prefix), offset=after or begin or None, chunk_size=_PAGE_KEYS
             )
             found = list[Any]()
             for chunk in listing:
