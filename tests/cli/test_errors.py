@@ -403,7 +403,6 @@ def without_pauses(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("cluster", "AWAY"),
         ("saving", "LOOK"),
         ("status", "WATCH"),
-        ("top", "WATCH"),
     ):
         monkeypatch.setattr(f"holdfast_cli.{module}.{name}_SECONDS", 0)
 
@@ -463,7 +462,7 @@ def test_a_watch_outlives_an_outage_of_the_api_server(
         if len(shown) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"holdfast_cli.{verb}.show", show)
+    monkeypatch.setattr("holdfast_cli.status.show", show)
     assert program.run([verb, "-w"], "kubectl holdfast") == 130
     err = capsys.readouterr().err
     assert err.count("cannot be reached") == err.count("; waiting until it answers") == 2

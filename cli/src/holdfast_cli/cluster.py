@@ -6,11 +6,10 @@ import json
 import math
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kubernetes import client, stream
@@ -62,21 +61,16 @@ class Patience:
     """Longest outage."""
     _since: float | None = None
     """When the outage began. None: the API server answers."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answered(self) -> None:
         self._since = None
 
     def permits(self, error: Unanswered) -> bool:
         """Return whether to go on waiting after this error. Say so at the beginning of an outage."""
-        now = time.monotonic()
-        with self._lock:  # a verb may send several requests at the same time
-            begins, self._since = self._since is None, self._since or now
-            if now - self._since > self.longest_seconds:
-                return False
-        if begins:
+        if self._since is None:
+            self._since = time.monotonic()
             say(f"{error}; waiting until it answers")
-        return True
+        return time.monotonic() - self._since <= self.longest_seconds
 
 
 @dataclass(frozen=True, slots=True)

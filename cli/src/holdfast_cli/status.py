@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,20 +40,36 @@ INSTEAD = "`list` shows the checkpoints of a folder or a store"
 @common_options
 @click.pass_obj
 def command(session: Session, target: Target | None, watch: bool) -> Result:
-    if watch and session.format in (Format.JSON, Format.YAML):
-        raise UsageError(f"--watch shows tables only: omit it, or omit --output {session.format}")
+    expect_shown(session, watch=watch)
     name = None
     if target is not None:
         name = without_step(named(target, "status", (Kind.JOB,), INSTEAD), "status").name
         if session.everywhere:
             raise UsageError("--all-namespaces lists everything: omit it, or omit the job")
-    cluster = session.cluster()
-    result, cluster = status_of(cluster, name), cluster.patient()
-    while watch:
+    look = partial(status_of, name=name)
+    return watched(look, session.cluster(), session.format, is_watch=watch)
+
+
+def expect_shown(session: Session, *, watch: bool) -> None:
+    """Raise UsageError for a format that cannot be shown again and again."""
+    if watch and session.format in (Format.JSON, Format.YAML):
+        raise UsageError(f"--watch shows tables only: omit it, or omit --output {session.format}")
+
+
+def watched(
+    look: Callable[[ClusterClient], Result],
+    cluster: ClusterClient,
+    format: Format,
+    *,
+    is_watch: bool,
+) -> Result:
+    """Return what a look at the cluster finds. A watch shows it again and again, and does not return."""
+    result, cluster = look(cluster), cluster.patient()
+    while is_watch:
         click.clear()
-        show(result, session.format)
+        show(result, format)
         time.sleep(WATCH_SECONDS)
-        result = status_of(cluster, name)
+        result = look(cluster)
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ import click
 from holdfast_cli.errors import CommandError, UsageError
 from holdfast_cli.gangs import MAX_STREAMS, conditions_of, persisted_name, store_of
 from holdfast_cli.options import Session, common_options, everywhere_option
-from holdfast_cli.output import Cell, Column, Format, Result, Style, Table, show
+from holdfast_cli.output import Cell, Column, Result, Style, Table
+from holdfast_cli.status import expect_shown, watched
 from holdfast_cli.views import is_trouble, running_reason
 from holdfast_core.api import size_text
 from holdfast_core.clock import SystemClock, parse_stamp
@@ -23,7 +23,6 @@ from holdfast_core.clock import SystemClock, parse_stamp
 if TYPE_CHECKING:
     from holdfast_cli.cluster import ClusterClient
 
-WATCH_SECONDS = 1.0
 WIDTH = 80
 """Columns of a terminal of the usual width."""
 _OTHER_COLUMNS = 60
@@ -247,8 +246,7 @@ def command(session: Session, named: tuple[str, ...], watch: bool) -> Result:
             f"top shows all jobs: omit {' '.join(named)}. `status` shows one job, and `list` shows the "
             "checkpoints of a folder or a store"
         )
-    if watch and session.format in (Format.JSON, Format.YAML):
-        raise UsageError(f"--watch shows tables only: omit it, or omit --output {session.format}")
+    expect_shown(session, watch=watch)
     cluster = session.cluster()
     commits = CommitTimes(cluster)
 
@@ -257,10 +255,4 @@ def command(session: Session, named: tuple[str, ...], watch: bool) -> Result:
         width = shutil.get_terminal_size((WIDTH, 24)).columns
         return top_result(rows, everywhere=session.everywhere, width=width)
 
-    result, cluster = now(cluster), cluster.patient()
-    while watch:
-        click.clear()
-        show(result, session.format)
-        time.sleep(WATCH_SECONDS)
-        result = now(cluster)
-    return result
+    return watched(now, cluster, session.format, is_watch=watch)
