@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,12 @@ PROGRAM = Path(phases.__file__)
 
 
 def run(folder: Path, *commands: str) -> tuple[int, list[str]]:
-    """Run the program in the folder. Returns its exit status and its lines."""
+    """Run the program in the folder. Returns its exit status and its lines, with TIME for each time."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_PHASES")}
     done = subprocess.run(
         [sys.executable, PROGRAM, *commands], cwd=folder, env=env, capture_output=True, text=True
     )
-    return done.returncode, done.stdout.splitlines()
+    return done.returncode, re.sub(r"\b\d+:\d\d\b", "TIME", done.stdout).splitlines()
 
 
 def script(folder: Path, name: str, text: str) -> str:
@@ -33,7 +34,16 @@ def test_phases_run_in_order_and_the_table_comes_last(tmp_path):
     assert status == 0
     assert lines[:4] == ["==> sh one", "first", "==> sh two", "second"]
     table = [" ".join(line.split()) for line in lines[5:]]
-    assert table == ["phase time result", "sh one 0:00 passed", "sh two 0:00 passed", "total 0:00"]
+    assert table == ["phase time result", "sh one TIME passed", "sh two TIME passed", "total TIME"]
+
+
+def test_times_are_minutes_and_seconds():
+    assert [phases.clock(seconds) for seconds in (0.4, 59.6, 61, 3600)] == [
+        "0:00",
+        "1:00",
+        "1:01",
+        "60:00",
+    ]
 
 
 def test_a_failed_phase_ends_the_run_with_three_lines(tmp_path):
@@ -43,7 +53,7 @@ def test_a_failed_phase_ends_the_run_with_three_lines(tmp_path):
     assert status == 3
     assert "unreachable" not in lines
     assert lines[-3:] == [
-        "failed:  sh bad, exit status 3, after 0:00",
+        "failed:  sh bad, exit status 3, after TIME",
         "because: FAILED tests/a.py::test_b - assert 1 == 2",
         "next:    read build/phases/sh-bad.log, then run `sh bad` again",
     ]
@@ -65,7 +75,7 @@ def test_a_phase_with_phases_shows_them_below_its_row(tmp_path):
     ]
     assert sum("phase " in line for line in lines) == 1, "only the outermost prints a table"
     assert lines[-3:-1] == [
-        "failed:  sh bad, exit status 1, after 0:00",
+        "failed:  sh bad, exit status 1, after TIME",
         "because: x.py:1: error: no such name",
     ]
 
