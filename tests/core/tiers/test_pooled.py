@@ -13,8 +13,14 @@ from holdfast_core.tiers.sources import run_all, submit, wait_all
 
 def test_a_task_that_was_cancelled_in_the_queue_is_not_waited_for() -> None:
     """concurrent.futures.wait would wait for ever here."""
-    workers, go_on = ThreadPoolExecutor(1), threading.Event()
-    running, queued = submit(workers, go_on.wait, 60), submit(workers, int)
+    workers, begun, go_on = ThreadPoolExecutor(1), threading.Event(), threading.Event()
+
+    def run() -> bool:
+        begun.set()
+        return go_on.wait(60)
+
+    running, queued = submit(workers, run), submit(workers, int)
+    assert begun.wait(60)  # until then, the end of the pool would cancel it, too
     workers.shutdown(wait=False, cancel_futures=True)
     go_on.set()
     wait_all([running, queued])
