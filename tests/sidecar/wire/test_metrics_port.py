@@ -97,9 +97,9 @@ async def test_a_probe_that_leaves_waits_no_longer() -> None:
 
 async def test_the_end_of_the_server_answers_a_probe_that_waits() -> None:
     """It would otherwise wait for the probe, and delay the end of a sidecar whose ranks never trained."""
-    handler = Handler()
+    handler, clock = Handler(), ManualClock()
     handler.ready = False
-    async with plain(handler) as (server, port, _), aiohttp.ClientSession() as session:
+    async with plain(handler, clock=clock) as (server, port, _), aiohttp.ClientSession() as session:
         url = f"http://127.0.0.1:{port}/readyz?wait=600"
 
         async def probe() -> int:
@@ -107,9 +107,12 @@ async def test_the_end_of_the_server_answers_a_probe_that_waits() -> None:
                 return response.status
 
         waiting = asyncio.create_task(probe())
-        await until(lambda: server.connections, "the probe waits")
-        await server.close()
+        await until(lambda: clock.sleepers, "the probe waits")
+        closing = asyncio.create_task(server.close())
+        await asyncio.sleep(0)  # from its first turn on, no probe waits again
+        clock.advance(1)
         assert await waiting == 503
+        await closing
 
 
 @pytest.mark.parametrize("wait", ["-1", "x", "9" * 30])
