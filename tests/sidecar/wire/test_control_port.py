@@ -125,8 +125,9 @@ async def ask(
         return response.status, json.loads(await response.read())
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def descriptors() -> set[str]:
+    """Return the open descriptors. Those that an earlier test has left may be closed at any time."""
+    return set(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.fault("Strangers connect to the control port and hold their connections")
@@ -138,13 +139,13 @@ async def test_unauthenticated_callers_occupy_few_connections_and_block_no_membe
     limits = ListenerLimits(handshake_seconds=HOUR)
     async with control(certificates, Handler(), limits) as (server, port, dropped):
         operator = client_context(certificates(operator_dns_name(JOB)))
-        before = descriptors()
+        before = len(descriptors())
         with ExitStack() as stack:
             for number in range(1, 11):
                 await asyncio.to_thread(silent_connections, stack, port, 40, text)
                 assert (await ask(port, operator))[0] == 200
                 assert server.connections <= 128 + 1
-                own = descriptors() - before - 40 * number
+                own = len(descriptors()) - before - 40 * number
                 assert own <= 128 + 32, "those that were replaced are closed"
         assert dropped["control room"] >= 400 - 129
 
@@ -162,12 +163,12 @@ async def test_a_flood_from_another_process_leaves_few_connections_open_and_bloc
     limits = ListenerLimits(handshake_seconds=HOUR)
     async with control(certificates, Handler(), limits) as (_, port, dropped):
         operator = client_context(certificates(operator_dns_name(JOB)))
-        before, most = descriptors(), 0
+        before, most = len(descriptors()), 0
 
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, descriptors() - before)
+                most = max(most, len(descriptors()) - before)
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())
@@ -190,7 +191,7 @@ async def test_a_handshake_that_does_not_come_ends(certificates: Files) -> None:
                 for sock in sockets:
                     assert await loop.sock_recv(sock, 1) == b""
         assert server.connections == 0
-        assert descriptors() == before
+        assert descriptors() <= before
         assert dropped["control handshake"] == 8
 
 
