@@ -90,7 +90,7 @@ def files_below(directory: Path, pattern: str) -> list[Path]:
 
 def flip_a_bit(node_dir: Path, *, rank: int) -> Path:
     """Invert one bit in the payload of the only shard of `rank` on this node, and return its file."""
-    (path,) = node_dir.rglob(f"rank{rank:06d}-*.shard")
+    (path,) = files_below(node_dir, f"rank{rank:06d}-*.shard")
     with path.open("r+b") as file:
         file.seek(HEADER_BYTES + 5000)
         byte = file.read(1)[0]
