@@ -20,13 +20,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 18755,  # 280 of them are stores of Google: their keys, errors and fields
+    "core": 18790,  # 280 of them are stores of Google: their keys, errors and fields
     # 160 of them keep what nothing proves to be lost or owned: the data of other clusters, and pods while the
     # store lacks a checkpoint. They also say what a quota or a missing store holds up.
     "operator": 14410,
-    "sidecar": 8640,
-    "trainer_sdk": 18000,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
-    "cli": 5250,
+    "sidecar": 8650,
+    "trainer_sdk": 17990,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
+    "cli": 5310,
 }
 """Most lines of code of each package."""
 
