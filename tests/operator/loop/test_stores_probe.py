@@ -297,7 +297,7 @@ def test_without_a_request_there_is_no_list(request_: str | None) -> None:
     assert list_command(asks(request_), NOW) is None
 
 
-@pytest.mark.fault("`kubectl holdfast import` is killed before it takes its request back")
+@pytest.mark.fault("An import of a store is killed before it takes its request back")
 @pytest.mark.parametrize(("hours", "is_due"), [(-30, True), (0, True), (23, True), (25, False)])
 def test_a_request_that_nobody_takes_back_counts_for_a_day(hours: int, is_due: bool) -> None:
     asked = stamp(NOW - timedelta(hours=hours))
