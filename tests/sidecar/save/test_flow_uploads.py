@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from tests.support.shards.builders import BytesSource, shard_header
 from tests.support.sidecar.flows import DEADLINE_SECONDS, AcceptingMember, running_flow
+from tests.support.sidecar.waiting import until
 from tests.support.tiers.objects import MemoryObjectStore
 
-from holdfast_core.errors import UnavailableError, UnreadableError
+from holdfast_core.errors import TierError, UnavailableError, UnreadableError
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import (
     PersistRequest,
@@ -21,6 +22,7 @@ from holdfast_core.messages.schema import (
 from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tiers.base import ShardReader
+from holdfast_core.tiers.objects import ObjectSource
 from holdfast_sidecar.save.flow import own_shard
 
 BASE = CheckpointId(Step(1), RestartRound(0))
@@ -33,9 +35,7 @@ async def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
     Without the second report it would wait for ever, and no later step would be persisted."""
     store = ObjectTier(MemoryObjectStore())
 
-    def upload(
-        self: ShardUploader, ref: ShardRef, request: PersistRequest, stopped: threading.Event
-    ) -> StoredAs:
+    def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
         return StoredAs() if request.whole else StoredAs(BASE, ((BASE, 5),))
 
     monkeypatch.setattr(ShardUploader, "upload", upload)
@@ -80,36 +80,39 @@ async def test_a_shard_that_its_disk_does_not_return_is_given_up_and_kept(tmp_pa
 
 
 @pytest.mark.fault("A gang restarts again and again while its sidecars upload large shards")
-async def test_the_uploads_of_ended_rounds_delay_no_other_request_to_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_the_uploads_of_ended_rounds_end_and_delay_no_other_request_to_the_store(
+    tmp_path: Path,
 ) -> None:
-    """A part that is being sent cannot be ended, and a part after it would be sent in vain."""
-    store, go_on, begun = ObjectTier(MemoryObjectStore()), threading.Event(), threading.Event()
-    stops: list[threading.Event] = []
+    """A part that is being sent cannot be ended, and the parts after it would be sent in vain."""
+    go_on, begun, errors = threading.Event(), threading.Event(), list[str]()
 
-    def upload(
-        self: ShardUploader, ref: ShardRef, request: PersistRequest, stopped: threading.Event
-    ) -> StoredAs:
-        stops.append(stopped)
-        begun.set()
-        assert go_on.wait(DEADLINE_SECONDS)
-        return StoredAs()
+    class Slow(MemoryObjectStore):
+        def write(self, key: str, source: ObjectSource, *, replace: bool = False) -> None:
+            begun.set()
+            assert go_on.wait(DEADLINE_SECONDS)
+            try:
+                super().write(key, source)
+            except TierError as error:
+                errors.append(str(error))
+                raise
 
-    monkeypatch.setattr(ShardUploader, "upload", upload)
+    objects = Slow()
+    store = ObjectTier(objects)
     async with running_flow(tmp_path, AcceptingMember(), store=store) as world:
         record = world.node.write_shard(shard_header(1000), BytesSource(bytes(1000)))
         world.flow.add(own_shard(record, committed=True))
         step = record.header.step
         world.flow.request_upload(PersistRequest(RestartRound(0), step, RestartRound(0)))
         assert await asyncio.to_thread(begun.wait, DEADLINE_SECONDS)
-        assert not stops[0].is_set()
         await world.flow.reset()
-        assert stops[0].is_set()
         try:
             async with asyncio.timeout(DEADLINE_SECONDS):
                 assert await world.pools.store.run(lambda: "another request") == "another request"
         finally:
             go_on.set()
+        await until(lambda: errors, "the upload ends")
+        assert "ended before its last part" in errors[0]
+        assert objects.objects == {}
     store.close()
 
 
@@ -120,9 +123,7 @@ async def test_a_new_request_ends_the_one_before(
     """The shards of the step that was given up would take the store's bandwidth first."""
     store = ObjectTier(MemoryObjectStore())
 
-    def upload(
-        self: ShardUploader, ref: ShardRef, request: PersistRequest, stopped: threading.Event
-    ) -> StoredAs:
+    def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
         if ref.step == 1:
             raise UnavailableError("the store is slow")
         return StoredAs()

@@ -23,7 +23,6 @@ rather than waits for another node. All calls block.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from holdfast_core.errors import (
@@ -146,12 +145,7 @@ class ShardUploader:
         """Byte-shuffle width of each chunk, by the digest of an own rank's layout. Cleared when it has an
         entry for every own rank and a new layout is added."""
 
-    def upload(
-        self,
-        ref: ShardRef,
-        request: PersistRequest | None,
-        stopped: threading.Event | None = None,
-    ) -> StoredAs:
+    def upload(self, ref: ShardRef, request: PersistRequest | None) -> StoredAs:
         """Upload the shard and its layout unless the store holds them, and return how it holds the shard.
 
         A shard whose layout the node tier has lost is uploaded without it: ranks with the same placements
@@ -160,7 +154,6 @@ class ShardUploader:
         Args:
             ref: The own shard on the node tier.
             request: The coordinator's request. Without one the shard is stored whole.
-            stopped: Once it is set, the upload ends with a TierError.
 
         Raises:
             NotFoundError: The shard is not on the node tier.
@@ -170,9 +163,9 @@ class ShardUploader:
         """
         with self._node.open_shard(ref) as reader:
             self._upload_layout(reader)
-            found = None if request is None else self._upload_pack(reader, request, stopped)
+            found = None if request is None else self._upload_pack(reader, request)
             if found is None:
-                self._store.upload_shard(self._namespace, reader, stopped)
+                self._store.upload_shard(self._namespace, reader)
             return found or StoredAs()
 
     def _upload_layout(self, reader: ShardReader) -> None:
@@ -184,9 +177,7 @@ class ShardUploader:
             return
         self._store.put_layout(self._namespace, ref, document)
 
-    def _upload_pack(
-        self, reader: ShardReader, request: PersistRequest, stopped: threading.Event | None
-    ) -> StoredAs | None:
+    def _upload_pack(self, reader: ShardReader, request: PersistRequest) -> StoredAs | None:
         """Store the shard as a pack, or return None if it is to be stored whole.
 
         It is stored whole if an object has the whole shard's name already, because readers look there
@@ -205,9 +196,9 @@ class ShardUploader:
             return None
         try:
             if widths is None:
-                store.upload_pack(namespace, reader, index, stopped)
+                store.upload_pack(namespace, reader, index)
             else:
-                store.upload_encoded(namespace, reader, index, widths, stopped)
+                store.upload_encoded(namespace, reader, index, widths)
         except AlreadyExistsError:
             # Another attempt, which had other tables, has stored its pack. It holds the same shard, and
             # objects are never overwritten.

@@ -250,10 +250,6 @@ def folder_names(store: ObjectStore, prefix: str, *, all_pages: bool = False) ->
     return found
 
 
-def _while_wanted(source: ObjectSource, stopped: threading.Event | None) -> ObjectSource:
-    return source if stopped is None else WhileWanted(source, stopped)
-
-
 READERS = 4
 
 
@@ -290,6 +286,7 @@ class ObjectTier:
         self._compressed = compressed
         self._conflicts: set[str] = set()
         """Keys of shards under which the store holds other bytes that it does not replace."""
+        self._uploads_over = threading.Event()
         self._workers = ThreadPoolExecutor(max(1, readers), thread_name_prefix="object-tier")
 
     def job(self, namespace: str, job_uid: JobUid) -> JobObjects:
@@ -307,27 +304,27 @@ class ObjectTier:
 
     # ------------------------------------------------------------------ shards
 
-    def upload_shard(
-        self, namespace: str, reader: ShardReader, stopped: threading.Event | None = None
-    ) -> None:
+    def end_uploads(self) -> None:
+        """End the uploads of shards that run now, each before its next part. They raise TierError."""
+        over, self._uploads_over = self._uploads_over, threading.Event()
+        over.set()
+
+    def _write(self, key: str, source: ObjectSource, *, replace: bool = False) -> None:
+        self._store.write(key, WhileWanted(source, self._uploads_over), replace=replace)
+
+    def upload_shard(self, namespace: str, reader: ShardReader) -> None:
         """Store a whole shard. Send nothing if the store holds exactly these bytes already.
 
         If the stored object does not verify as this shard, it is replaced where the store can do that.
-
-        Args:
-            namespace: Namespace of the job.
-            reader: The shard on the node.
-            stopped: Once it is set, the shard is not wanted any more, and the upload ends with a TierError.
 
         Raises:
             AlreadyExistsError: The store holds other bytes under the shard's key.
             CorruptionError: The local shard is damaged.
         """
         ref = reader.record.ref
-        key = self._key(namespace, ref, keys.shard_key)
-        source = _while_wanted(WholeShard(reader), stopped)
+        key, source = self._key(namespace, ref, keys.shard_key), WholeShard(reader)
         try:
-            self._store.write(key, source)
+            self._write(key, source)
         except AlreadyExistsError:
             # A caller that tries again must not read the whole object each time.
             if key in self._conflicts:
@@ -335,33 +332,23 @@ class ObjectTier:
             try:
                 if not is_damaged(self._store, key, self._workers, ref):
                     raise
-                self._store.write(key, source, replace=True)
+                self._write(key, source, replace=True)
             except AlreadyExistsError:
                 self._conflicts.add(key)
                 raise
 
-    def upload_pack(
-        self,
-        namespace: str,
-        reader: ShardReader,
-        index: PackIndex,
-        stopped: threading.Event | None = None,
-    ) -> None:
+    def upload_pack(self, namespace: str, reader: ShardReader, index: PackIndex) -> None:
         """Store a pack: the chunks that `index` places in it, and the index.
 
         The caller makes sure that the shards to which the index refers stay in the store. Raises what
         `upload_shard` raises.
         """
-        source = _while_wanted(PlainPack(reader, index), stopped)
-        self._store.write(self._key(namespace, reader.record.ref, keys.pack_key), source)
+        self._write(
+            self._key(namespace, reader.record.ref, keys.pack_key), PlainPack(reader, index)
+        )
 
     def upload_encoded(
-        self,
-        namespace: str,
-        reader: ShardReader,
-        index: PackIndex,
-        widths: bytes,
-        stopped: threading.Event | None = None,
+        self, namespace: str, reader: ShardReader, index: PackIndex, widths: bytes
     ) -> PackIndex:
         """Store a pack with compressed chunks (shards.coding).
 
@@ -370,7 +357,6 @@ class ObjectTier:
             reader: The shard on the node.
             index: Which chunks the pack stores; its coding is replaced.
             widths: Element width in bytes for each chunk of the payload.
-            stopped: As for `upload_shard`.
 
         Returns:
             The index with the coding of the stored chunks.
@@ -380,8 +366,7 @@ class ObjectTier:
             CorruptionError: The local shard is damaged.
         """
         source = CompressedPack(reader, index, widths)
-        key = self._key(namespace, reader.record.ref, keys.pack_key)
-        self._store.write(key, _while_wanted(source, stopped))
+        self._write(self._key(namespace, reader.record.ref, keys.pack_key), source)
         self._compressed(source.index.payload_bytes_here, source.index.stored_bytes)
         return source.index
 

@@ -61,15 +61,14 @@ class Document:
 
 
 class WhileWanted:
-    """ObjectSource of another source, as long as its object is wanted.
+    """ObjectSource of another source, of which no part is made any more once `over` is set.
 
     The upload of gigabytes cannot be cancelled otherwise, and would take bandwidth from later ones.
     """
 
-    def __init__(self, source: ObjectSource, stopped: threading.Event) -> None:
-        """Once `stopped` is set, no further part is made."""
+    def __init__(self, source: ObjectSource, over: threading.Event) -> None:
         self._source = source
-        self._stopped = stopped
+        self._over = over
         self.made_while_sent = source.made_while_sent
 
     @property
@@ -77,9 +76,9 @@ class WhileWanted:
         return self._source.size_limit
 
     def parts(self, part_bytes: int) -> Iterator[Part]:
-        """Make the parts. Raises TierError, which no store retries, when they are not wanted any more."""
+        """Make the parts. Raises TierError, which no store retries, when `over` is set."""
         for part in self._source.parts(part_bytes):
-            if self._stopped.is_set():
+            if self._over.is_set():
                 raise TierError("the upload was ended before its last part")
             yield part
 

@@ -7,7 +7,6 @@ store delays only the actions that need it. The reports of this worker list the 
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -143,8 +142,6 @@ class Flow:
         """How often the disk did not return a shard that was to be sent."""
         self._tasks = Tasks()
         self._upload_request: PersistRequest | None = None
-        self._round_over = threading.Event()
-        """Ends the uploads of this round, which run in threads, when a newer one is sealed."""
         self.resuming = False
         """Whether own shards of this round that are on the node tier are still to be added. A report without
         them would say that they are lost."""
@@ -267,8 +264,8 @@ class Flow:
 
     async def reset(self) -> None:
         """Cancel all actions and clear the table, because a newer round was sealed."""
-        self._round_over.set()
-        self._round_over = threading.Event()
+        if self._tiers.store is not None:
+            self._tiers.store.end_uploads()  # they run in threads
         await self._tasks.cancel()
         self._shards.clear()
         self._running.clear()
@@ -552,9 +549,7 @@ class Flow:
         request = self._upload_request
         if not self._is_requested(shard.key):
             return  # the step was given up meanwhile
-        stored_as = await self._tiers.pools.upload.run(
-            self._uploader.upload, shard.ref, request, self._round_over
-        )
+        stored_as = await self._tiers.pools.upload.run(self._uploader.upload, shard.ref, request)
         if self._upload_request != request and stored_as.references:
             return  # the request has changed meanwhile: upload again as the newer one requires
         self._metrics.stored(
