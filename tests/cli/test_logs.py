@@ -186,6 +186,8 @@ class Played:
             "conditions": [],
         }
         self.exists = True
+        self.away = 0
+        """Number of next reads of the job that are refused."""
         self.uid = "u"
         self.pods: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, list[Callable[[Any], None]]] = {}
@@ -261,6 +263,9 @@ def played() -> Iterator[Played]:
                 script(self.chunk)
                 self.chunk(b"")
                 return None
+            if found.away and parts.path.endswith("/trainingjobs/gpt"):
+                found.away -= 1
+                return self.refuse(503, "etcd has no leader")
             answer = found.answer(parts.path, query)
             if answer is None:
                 return self.refuse(404, "not found")
@@ -388,6 +393,26 @@ def test_a_follower_survives_breaks_and_new_pods_and_ends_with_the_job(
 
     played.logs[first] = [breaks, next_round]
     assert shown(cluster, follow=True) == [f"[rank 0] {letter}" for letter in "abcd"]
+
+
+@pytest.mark.fault("The API server is away for a time while logs are followed")
+def test_a_follower_says_once_that_the_job_cannot_be_read(
+    played: Played, cluster: ClusterClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast_cli.logs._LOOK_SECONDS", 0)
+    first = played.add(0)
+
+    def ends_in_an_outage(out: Any) -> None:
+        played.away = 3
+        played.pods[first]["status"]["containerStatuses"][0]["state"] = {"terminated": {}}
+        played.status["conditions"] = [{"type": "Complete", "status": "True", "reason": "x"}]
+        lines_of(stamped(9, "[rank 0] a"))(out)
+
+    played.logs[first] = [ends_in_an_outage]
+    notes: list[str] = []
+    assert shown(cluster, notes, follow=True) == ["[rank 0] a"]
+    (note,) = notes
+    assert note.startswith("the API server") and "(503): etcd has no leader" in note
 
 
 def test_a_job_that_is_deleted_ends_a_follower(

@@ -418,14 +418,14 @@ class JobLogs:
             )
         for source in found:
             if not source.has_started:
-                self._note_once(
+                self.note_once(
                     source.pod, f"worker {source.worker}: pod {source.pod}: {source.state}"
                 )
         return [source for source in found if source.has_started]
 
-    def _note_once(self, pod: str, text: str) -> None:
-        if (pod, text) not in self._noted:
-            self._noted.add((pod, text))
+    def note_once(self, name: str, text: str) -> None:
+        if (name, text) not in self._noted:
+            self._noted.add((name, text))
             self._note(printable(text))
 
     def show(self, show: Show) -> None:
@@ -454,7 +454,7 @@ class JobLogs:
         try:
             yield from self.read(source, reader, position, follow=False, previous=previous)
         except (CommandError, OSError) as error:
-            self._note_once(source.pod, f"worker {source.worker}: pod {source.pod}: {error}")
+            self.note_once(source.pod, f"worker {source.worker}: pod {source.pod}: {error}")
 
     def reader(self, source: LogSource) -> LogReader:
         """Return a reader that knows the round in which the log begins, if that is known."""
@@ -527,7 +527,7 @@ class JobLogs:
         return bool(true & {"Complete", "Failed"})
 
     def note_failure(self, source: LogSource, error: Exception) -> None:
-        self._note_once(source.pod, f"worker {source.worker}: pod {source.pod}: {error}")
+        self.note_once(source.pod, f"worker {source.worker}: pod {source.pod}: {error}")
 
 
 @dataclass(slots=True)
@@ -608,7 +608,7 @@ class _Follower:
         except NotFound as error:
             raise NotFound(f"{self._name} was deleted meanwhile") from error
         except CommandError as error:
-            self._logs.note_failure(LogSource(0, self._name, "", "", 0, None, ""), error)
+            self._logs.note_once(self._name, str(error))
             return False
         known = {source.key for source in sources}
         for key in self._readers.keys() - known:  # so that a long watch does not grow
