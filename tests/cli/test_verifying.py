@@ -28,6 +28,9 @@ class PlayedCluster:
     patches: list[dict[str, Any]] = field(default_factory=list)
     looks: int = 0
 
+    def patient(self) -> PlayedCluster:
+        return self
+
     def get(self, plural: str, name: str) -> dict[str, Any]:
         if plural == "checkpointstores":
             assert name == "main"
