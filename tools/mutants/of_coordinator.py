@@ -54,7 +54,7 @@ OF_COORDINATOR = (
     Mutant(
         name="coordinator/end-of-the-job-uploads-an-older-step",
         kind=Kind.COMPARISON,
-        file=f"{_COORDINATOR}ending.py",
+        file=f"{_COORDINATOR}coordinator.py",
         original="return None if comes or self._commits.choice().pending else",
         replacement="return",
         loses="The end of a job uploads a step that is replaced at once, and takes twice as long.",
