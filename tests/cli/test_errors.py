@@ -25,6 +25,7 @@ from holdfast_cli.cluster import ClusterClient
 from holdfast_cli.errors import CommandError
 from holdfast_cli.gangs import MemberPod
 from holdfast_cli.program import VERBS
+from holdfast_cli.status import newest_steps
 from holdfast_core.api import LineageEntry
 from holdfast_core.ids import JobUid, RestartRound, Step
 from holdfast_core.names import pod_name
@@ -536,7 +537,8 @@ class SlowSidecars(ClusterClient):
 @pytest.mark.fault("The sidecars of a gang do not answer while `status` asks for the newest steps")
 def test_silent_sidecars_are_waited_for_at_the_same_time() -> None:
     members = [MemberPod(n, f"p{n}", "n1", "Running", 0) for n in range(8)]
-    found = SlowSidecars(None, "team-a", "here", "http://here").tiers(members)
+    cluster = SlowSidecars(None, "team-a", "here", "http://here")
+    found = newest_steps(cluster, members)
     assert found == {n: {"node": 40} for n in range(8) if n != 3}
 
 

@@ -28,6 +28,7 @@ ALLOWED = {
     "core.Round": MESSAGE,
     "core.TrainingJobStatus": API_OBJECT,
     "core.WorkerReport": MESSAGE,
+    "core.ObjectTier": "It has one method for each operation on shards and documents of jobs in a store.",
     "operator.ClusterCache": "It has a field and a method for the copies of each kind of object.",
     "operator.Controller": WIRING,
     "operator.JobCalls": "It is the state of the calls to the sidecars of one job.",

@@ -7,8 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,12 +48,10 @@ _CHUNK_BYTES = 16 * 1024
 _ERROR_CHANNEL = 3
 """Channel of the protocol of `exec` on which the Status arrives."""
 _HANDSHAKE = re.compile(r"Handshake status (\d+)")
-_SAMPLE = re.compile(r"^holdfast_newest_step\{([^}]*)\} (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(slots=True)
-class Patience:
+class OutagePatience:
     """How long a verb that waits repeats its reads while the API server is away, as during its restart."""
 
     longest_seconds: float
@@ -84,7 +81,7 @@ class ClusterClient:
     """URL of the API server."""
     everywhere: bool = False
     """Whether lists contain the objects of all namespaces."""
-    patience: Patience | None = None
+    patience: OutagePatience | None = None
     """Set for a verb that waits: its reads are repeated while the API server does not answer."""
 
     @classmethod
@@ -141,7 +138,7 @@ class ClusterClient:
         Args:
             longest_seconds: For how long reads are repeated while the API server does not answer.
         """
-        return replace(self, patience=Patience(longest_seconds))
+        return replace(self, patience=OutagePatience(longest_seconds))
 
     def get(self, plural: str, name: str) -> dict[str, Any]:
         call = client.CustomObjectsApi(self.api).get_namespaced_custom_object
@@ -400,10 +397,6 @@ class ClusterClient:
             f"{_one_line(cause)}; check that the cluster runs and that the context is the right one"
         )
 
-    @property
-    def _place(self) -> str:
-        return "all namespaces" if self.everywhere else f"namespace {self.namespace}"
-
     def _not_found(self, what: str) -> str:
         return (
             f"{what} not found in namespace {self.namespace} of context {self.context}: "
@@ -423,9 +416,10 @@ class ClusterClient:
                     "in to the cluster again"
                 )
             case 403:
+                place = "all namespaces" if self.everywhere else f"namespace {self.namespace}"
                 return (
                     f"{server} does not permit the request (403): {message or what}; ask an administrator "
-                    f"of the cluster for this right in {self._place}"
+                    f"of the cluster for this right in {place}"
                 )
             case 404 if message is None:
                 # The server has no such path, and answers without a Status object.
@@ -455,28 +449,6 @@ class ClusterClient:
             _request_timeout=METRICS_SECONDS,
         )
         return str(reply.data.decode(errors="replace"))
-
-    def tiers(self, gang: Iterable[MemberPod]) -> dict[int, dict[str, int]]:
-        """Return the newest step by rank and tier, from the metrics of the members' sidecars.
-
-        Sidecars that cannot be read are left out. All are asked at the same time: one that is lost does not
-        answer before the time-out.
-        """
-
-        def read(pod: str) -> str:
-            try:
-                return self.metrics(pod)
-            except CommandError:
-                return ""
-
-        with ThreadPoolExecutor(MAX_STREAMS) as pool:
-            texts = list(pool.map(read, [member.pod for member in gang if member.exists]))
-        tiers: dict[int, dict[str, int]] = {}
-        for text in texts:
-            for labels_text, value in _SAMPLE.findall(text):
-                labels = dict(_LABEL.findall(labels_text))
-                tiers.setdefault(int(labels["rank"]), {})[labels["tier"]] = int(float(value))
-        return tiers
 
 
 def _served(api: Any) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast_cli.errors import CommandError, UsageError
-from holdfast_cli.gangs import MemberPod
+from holdfast_cli.gangs import MAX_STREAMS, MemberPod
 from holdfast_cli.options import (
     Session,
     common_options,
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from holdfast_cli.cluster import ClusterClient
 
 WATCH_SECONDS = 1.0
+_SAMPLE = re.compile(r"^holdfast_newest_step\{([^}]*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 INSTEAD = "`list` shows the checkpoints of a folder or a store"
 
 
@@ -90,7 +94,9 @@ def _screen(cluster: ClusterClient, name: str) -> Screen:
         members = cluster.members(gang)
     except CommandError as error:  # the rest of the screen does not need the pods
         problems.append(str(error))
-    return Screen(gang, members, cluster.tiers(members), cluster.checkpoints(gang), problems)
+    return Screen(
+        gang, members, newest_steps(cluster, members), cluster.checkpoints(gang), problems
+    )
 
 
 def _document(screen: Screen) -> dict[str, Any]:
@@ -102,3 +108,26 @@ def _document(screen: Screen) -> dict[str, Any]:
         "checkpoints": screen.checkpoints,
         "problems": screen.problems,
     }
+
+
+def newest_steps(cluster: ClusterClient, members: Iterable[MemberPod]) -> dict[int, dict[str, int]]:
+    """Return the newest step by rank and tier, from the metrics of the members' sidecars.
+
+    Sidecars that cannot be read are left out. All are asked at the same time: one that is lost does not
+    answer before the time-out.
+    """
+
+    def read(pod: str) -> str:
+        try:
+            return cluster.metrics(pod)
+        except CommandError:
+            return ""
+
+    with ThreadPoolExecutor(MAX_STREAMS) as pool:
+        texts = list(pool.map(read, [member.pod for member in members if member.exists]))
+    tiers: dict[int, dict[str, int]] = {}
+    for text in texts:
+        for labels_text, value in _SAMPLE.findall(text):
+            labels = dict(_LABEL.findall(labels_text))
+            tiers.setdefault(int(labels["rank"]), {})[labels["tier"]] = int(float(value))
+    return tiers
