@@ -15,7 +15,7 @@ from aiohttp import web
 from tests.support.operator.fake_sidecar import FakeSidecar
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.manifest import Manifest, manifest_digest
+from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
@@ -142,6 +142,13 @@ class ServedSidecar(FakeSidecar):
         listed, content = document
         self.manifests[CheckpointId(listed.step, listed.round)] = listed
         self.documents[listed.manifest] = content
+
+    def finish_commit(self, message: FinishCommit) -> Inventory | Refused:
+        reply = super().finish_commit(message)
+        if isinstance(reply, Refused):
+            return reply
+        self.add(document_of(parse_manifest(message.manifest.encode())))
+        return self.inventory()
 
     def read_round(self, body: bytes) -> Round:
         return loads(Round, body)
