@@ -19,8 +19,8 @@ from tests.support.operator.operator_bed import WORKERS, OperatorBed, training
 from tests.support.servers.control_plane import ControlPlaneError
 
 from holdfast_core.contract import SIDECAR_CONTAINER
-from holdfast_core.ids import JobUid, RestartRound, Step, TierName
-from holdfast_core.messages.schema import CoordinatorState, ListedShard
+from holdfast_core.ids import JobUid
+from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import job_prefix
 
 
@@ -325,11 +325,7 @@ def test_a_lost_pod_of_a_job_costs_one_round_even_without_an_operator(
     uid = JobUid(bed.plane.request("GET", bed.path(ADOPTIONS, "gpt"))["metadata"]["uid"])
     manifest = stored_manifest(uid, 40, ranks=WORKERS)
     survivor = bed.kubelet.sidecars[first]
-    survivor.manifests = (manifest,)
-    survivor.stored = tuple(
-        ListedShard(Step(40), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
-        for s in manifest.shards
-    )
+    survivor.complete(manifest)
     bed.kill_operator()
     bed.kubelet.delete_pod(lost)
     fresh = controller.create_pod(1)

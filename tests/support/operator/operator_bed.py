@@ -22,7 +22,7 @@ from tests.support.operator.builders import stored_manifest
 from tests.support.operator.operator_account import OperatorAccount
 from tests.support.operator.played_kubelet import PlayedKubelet
 from tests.support.operator.progress import progress_of
-from tests.support.operator.served_sidecar import ServedSidecar, document_of
+from tests.support.operator.served_sidecar import ServedSidecar
 from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 from tests.support.servers.ports import free_port
@@ -178,9 +178,7 @@ class OperatorBed:
         """Let the worker of round 0 list a complete checkpoint of round 0, and return its sidecar."""
         sidecar = self.kubelet.sidecars[self.pod(worker, 0)]
         manifest = stored_manifest(self.uid(), step, ranks=WORKERS)
-        sidecar.hold(document_of(manifest))
-        for shard in manifest.shards:
-            sidecar.keep(manifest.checkpoint, shard.rank)
+        sidecar.complete(manifest)
         return sidecar
 
     def kill_operator(self) -> None:

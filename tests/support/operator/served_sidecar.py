@@ -143,6 +143,12 @@ class ServedSidecar(FakeSidecar):
         self.manifests[CheckpointId(listed.step, listed.round)] = listed
         self.documents[listed.manifest] = content
 
+    def complete(self, manifest: Manifest) -> None:
+        """List this manifest and no other, and the shards of all of its ranks."""
+        self.hold(document_of(manifest))
+        for shard in manifest.shards:
+            self.keep(manifest.checkpoint, shard.rank)
+
     def finish_commit(self, message: FinishCommit) -> Inventory | Refused:
         reply = super().finish_commit(message)
         if isinstance(reply, Refused):
