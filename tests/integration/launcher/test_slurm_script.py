@@ -57,7 +57,7 @@ with holdfast.Checkpointer(dir="ckpt", interval_steps=5, when_busy="wait") as ck
         open(f"step{os.environ['RANK']}", "w").write(str(index + 1))
     if not ckpt.stopping:
         # One write: ranks without buffers share the log, and a second argument is a second write.
-        sys.stdout.write(f"done {int(t[0])}\n")
+        sys.stdout.write(f"done {int(t[0])}\\n")
 dist.destroy_process_group()
 """
 
@@ -98,12 +98,14 @@ def test_the_slurm_script_trains_stops_before_its_time_limit_and_goes_on(tmp_pat
     (tmp_path / "total").write_text(str(ENDLESS))
     job = free_port()  # any number: the port of the rendezvous follows from it
     process = start(tmp_path, job)
-    until(lambda: (tmp_path / "step1").exists(), "a step", 300)
+    started = (tmp_path / "step1").exists
+    until(lambda: started() or process.poll() is not None, "a step", 300)
+    log = (tmp_path / "log").read_text
+    assert started(), log()
     # slurm sends the signal of --signal to the processes of the step, not to the batch script.
     for pid in children_of(process.pid):
         if "srun" in Path(f"/proc/{pid}/cmdline").read_text():
             os.kill(pid, signal.SIGTERM)
-    log = (tmp_path / "log").read_text
     assert process.wait(HANG_SECONDS) != 0
     stopped = committed_step(tmp_path / "ckpt")
     assert 0 < stopped < ENDLESS
