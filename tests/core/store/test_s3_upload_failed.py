@@ -63,6 +63,14 @@ def test_no_part_is_made_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -
     assert (source.made, sent, aborted) == (1, ["1"], ["upload"])
 
 
+def test_the_parts_of_a_file_are_made_once() -> None:
+    """A store asks for them twice: for their checksums, and to send them."""
+    source = Counted(made_while_sent=False)
+    wanted = WhileWanted(source, threading.Event())
+    assert list(wanted.parts(1 << 10)) == list(wanted.parts(1 << 10))
+    assert source.made == 4
+
+
 @pytest.mark.fault("The round of an upload is sealed while it sends a large shard")
 def test_no_part_is_sent_after_an_upload_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest would take the bandwidth of the next round's restore and uploads."""

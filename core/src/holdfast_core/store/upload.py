@@ -26,7 +26,7 @@ import itertools
 import os
 import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast_core.errors import CorruptionError, TierError
@@ -70,14 +70,24 @@ class WhileWanted:
         self._source = source
         self._over = over
         self.made_while_sent = source.made_while_sent
+        self._made: dict[int, tuple[Part, ...]] = {}
+        """Parts of a file, by their length: a store needs their checksums first and then sends them, and
+        making them reads the file."""
 
     @property
     def size_limit(self) -> int:
         return self._source.size_limit
 
     def parts(self, part_bytes: int) -> Iterator[Part]:
-        """Make the parts. Raises TierError, which no store retries, when `over` is set."""
-        for part in self._source.parts(part_bytes):
+        """Return the parts. Raises TierError, which no store retries, when `over` is set."""
+        if self.made_while_sent:
+            return self._until_over(self._source.parts(part_bytes))
+        if part_bytes not in self._made:
+            self._made[part_bytes] = tuple(self._source.parts(part_bytes))
+        return self._until_over(self._made[part_bytes])
+
+    def _until_over(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
             if self._over.is_set():
                 raise TierError("the upload was ended before its last part")
             yield part
