@@ -437,7 +437,7 @@ def test_a_pod_gets_the_same_sidecar_as_the_pod_of_a_training_job(adopting: Oper
         "the pod of a TrainingJob",
         lambda: [
             c
-            for p in bed.kubelet.pods()
+            for p in bed.kept_pods()
             if p["metadata"]["labels"].get("holdfast.dev/worker") == "1"
             for c in p["spec"].get("initContainers", [])
         ],

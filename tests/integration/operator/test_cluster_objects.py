@@ -16,6 +16,7 @@ from tests.support.operator.operator_bed import (
 from tests.support.servers.control_plane import ControlPlaneError
 
 from holdfast_core.api import Checkpoint
+from holdfast_core.contract import StoreVerb
 
 pytestmark = pytest.mark.integration
 
@@ -111,12 +112,12 @@ def test_pods_are_created_once_the_service_account_exists(empty_bed: OperatorBed
     empty_bed.until("the store's probe is refused", lambda: "ProbeRefused" in store_conditions())
     empty_bed.plane.request("POST", account, {"metadata": {"name": "default"}})
     names = [empty_bed.pod(w, 0) for w in range(WORKERS)]
-    empty_bed.until("the job's pods", lambda: set(names) < set(empty_bed.pod_names()))
+    empty_bed.until("the job's pods", lambda: names == empty_bed.pod_names())
     [budget] = empty_bed.plane.request(
         "GET", f"/apis/policy/v1/namespaces/{empty_bed.namespace}/poddisruptionbudgets"
     )["items"]
     assert budget["spec"]["minAvailable"] == WORKERS - 1
-    empty_bed.until("a probe's pod", lambda: len(empty_bed.pod_names()) == len(names) + 1)
+    empty_bed.until("a probe's pod", lambda: empty_bed.command_pod(StoreVerb.PROBE))
 
 
 def add_tenant_with_store(bed: OperatorBed, namespace: str) -> None:
@@ -150,27 +151,22 @@ def test_a_job_waits_until_its_store_is_probed(empty_bed: OperatorBed) -> None:
         "no store", lambda: empty_bed.condition("Accepted").get("reason") == "StoreNotFound"
     )
     empty_bed.plane.request("POST", empty_bed.path("checkpointstores"), STORE)
-    probes = empty_bed.until("a probe's pod", empty_bed.kubelet.pods)
-    assert len(probes) == 1
-    assert probes[0]["metadata"]["name"].startswith("holdfast-probe-main-")
-    assert probes[0]["spec"]["containers"][0]["command"] == ["holdfast-sidecar", "probe-store"]
+    probe = empty_bed.until("a probe's pod", lambda: empty_bed.command_pod(StoreVerb.PROBE))
+    assert probe["metadata"]["name"].startswith("holdfast-probe-main-")
+    assert probe["spec"]["containers"][0]["command"] == ["holdfast-sidecar", "probe-store"]
     assert empty_bed.condition("Accepted")["status"] != "True"
     answer = (
         '{"available": true, "reason": "Probed", "message": "ok", "features": {"rangeGet": true}}'
     )
-    empty_bed.kubelet.finish_pod(probes[0]["metadata"]["name"], answer)
+    empty_bed.kubelet.finish_pod(probe["metadata"]["name"], answer)
     empty_bed.until("accepted", lambda: empty_bed.condition("Accepted").get("status") == "True")
     found = empty_bed.plane.request("GET", empty_bed.path("checkpointstores", "main"))["status"]
     assert found["conditions"][0]["status"] == "True"
     assert found["features"] == {"rangeGet": True}
     names = [empty_bed.pod(w, 0) for w in range(WORKERS)]
 
-    def pods() -> list[str]:
-        """Return the pods that are left, but for the one that lists the store from now on."""
-        empty_bed.kubelet.confirm_deletes()
-        return [n for n in empty_bed.pod_names() if not n.startswith("holdfast-usage-")]
-
-    empty_bed.until("the probe is gone", lambda: pods() == names)
+    empty_bed.until("the job's pods", lambda: empty_bed.pod_names() == names)
+    empty_bed.until("the probe is gone", lambda: empty_bed.command_pod(StoreVerb.PROBE) is None)
 
 
 def test_a_requested_checkpoint_becomes_a_record(bed: OperatorBed) -> None:

@@ -18,10 +18,8 @@ from tests.support.operator.operator_bed import (
 from holdfast_core.contract import DeleteContract, StoreVerb
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.messages.schema import RestorePoint
-from holdfast_operator.model.ownership import command_prefix
 
 pytestmark = pytest.mark.integration
-PREFIX = command_prefix(StoreVerb.DELETE)
 SAVED = CheckpointId(Step(40), RestartRound(0))
 
 
@@ -56,13 +54,7 @@ def delete_job(bed: OperatorBed) -> None:
 
 def answer(bed: OperatorBed) -> DeleteContract:
     """Play the pod that deletes: return what it was asked to delete, and let it succeed."""
-
-    def pending() -> Any:
-        return next(
-            (p for p in bed.kubelet.pods() if p["metadata"]["name"].startswith(PREFIX)), None
-        )
-
-    pod = bed.until("the pod that deletes", pending)
+    pod = bed.until("the pod that deletes", lambda: bed.command_pod(StoreVerb.DELETE))
     container = pod["spec"]["containers"][0]
     assert container["command"] == ["holdfast-sidecar", "delete"]
     request = next(e["value"] for e in container["env"] if e["name"] == "HOLDFAST_DELETE")
@@ -80,7 +72,7 @@ def test_a_deleted_job_takes_its_data_along(empty_bed: OperatorBed) -> None:
     wanted = answer(bed)
     assert (wanted.job_uid, wanted.keep, wanted.ended) == (uid, (), True)
     bed.until("no Checkpoint", lambda: not checkpoints(bed))
-    bed.until("no pod", lambda: bed.pod_names() == [])
+    bed.until("no pod", lambda: bed.command_pod(StoreVerb.DELETE) is None)
 
 
 def test_a_checkpoint_that_outlives_its_job_takes_its_data_along(empty_bed: OperatorBed) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.operator.operator_bed import DIGEST, OperatorBed
 
-from holdfast_core.contract import DrillContract
+from holdfast_core.contract import DrillContract, StoreVerb
 from holdfast_core.ids import JobUid
 
 pytestmark = pytest.mark.integration
@@ -61,11 +61,6 @@ def create_checkpoint(bed: OperatorBed) -> None:
     bed.plane.request("PUT", path, {**made, "status": status})
 
 
-def drill_pod(bed: OperatorBed) -> Any:
-    pods = (p for p in bed.kubelet.pods() if p["metadata"]["name"].startswith("holdfast-drill-"))
-    return next((p for p in pods if p["metadata"].get("deletionTimestamp") is None), None)
-
-
 def state(bed: OperatorBed) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
     """Return the status of the Checkpoint, and status and reason of its conditions."""
     status = bed.plane.request("GET", bed.path("checkpoints", NAME))["status"]
@@ -80,7 +75,7 @@ def test_a_requested_drill_that_finds_damage_and_a_later_one_that_finds_none(
     bed.start_operator()
     bed.add_store()
     create_checkpoint(bed)
-    pod = bed.until("the drill's pod", lambda: drill_pod(bed))
+    pod = bed.until("the drill's pod", lambda: bed.command_pod(StoreVerb.DRILL))
     environment = {e["name"]: e["value"] for e in pod["spec"]["containers"][0]["env"]}
     contract = DrillContract.from_json(environment["HOLDFAST_DRILL"])
     assert contract == DrillContract(bed.namespace, UID, 40, 0, DIGEST)
@@ -89,14 +84,14 @@ def test_a_requested_drill_that_finds_damage_and_a_later_one_that_finds_none(
     status, conditions = state(bed)
     assert conditions["Quarantined"] == ("True", "Damaged")
     assert (status["drill"]["trigger"], status["drill"]["gibPerSecond"]) == ("first", 0.5)
-    bed.until("the pod goes", lambda: drill_pod(bed) is None)
+    bed.until("the pod goes", lambda: bed.command_pod(StoreVerb.DRILL) is None)
     shown = bed.plane.kubectl("get", "ckpt", NAME, "-n", bed.namespace)
     assert "VERIFIED" in shown and "False" in shown
 
     found = bed.plane.request("GET", bed.path("checkpoints", NAME))
     found["spec"]["verify"] = {"trigger": "second", "restore": True, "worldSize": 3}
     bed.plane.request("PUT", bed.path("checkpoints", NAME), found)
-    pod = bed.until("the second pod", lambda: drill_pod(bed))
+    pod = bed.until("the second pod", lambda: bed.command_pod(StoreVerb.DRILL))
     environment = {e["name"]: e["value"] for e in pod["spec"]["containers"][0]["env"]}
     assert DrillContract.from_json(environment["HOLDFAST_DRILL"]).world_size == 3
     intact = {**DAMAGED, "badCount": 0, "bad": [], "tensors": 4}

@@ -13,7 +13,7 @@ from tests.support.operator.builders import manifest_digest
 from tests.support.operator.operator_bed import OperatorBed, training_job
 
 from holdfast_cli.importing import plan_import
-from holdfast_core.contract import ListContract
+from holdfast_core.contract import ListContract, StoreVerb
 from holdfast_core.names import LIST_ANNOTATION
 
 pytestmark = pytest.mark.integration
@@ -78,13 +78,12 @@ def test_a_person_asks_for_a_list_and_takes_the_request_back(empty_bed: Operator
         empty_bed.plane.kubectl("annotate", *store, text)
 
     annotate(f"{LIST_ANNOTATION}={wanted}")
-    empty_bed.until("the pod", empty_bed.pod_names)
-    (pod,) = empty_bed.kubelet.pods()
+    pod = empty_bed.until("the pod", lambda: empty_bed.command_pod(StoreVerb.LIST))
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["holdfast-sidecar", "list-store"]
     assert {"name": "HOLDFAST_LIST", "value": wanted} in container["env"]
     annotate(f"{LIST_ANNOTATION}-")
-    empty_bed.until("the pod goes", lambda: empty_bed.pod_names() == [])
+    empty_bed.until("the pod goes", lambda: empty_bed.command_pod(StoreVerb.LIST) is None)
 
 
 @pytest.mark.fault("A grant is taken back while a clone restores")

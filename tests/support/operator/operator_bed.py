@@ -27,6 +27,7 @@ from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 from tests.support.servers.ports import free_port
 
+from holdfast_core.contract import StoreVerb
 from holdfast_core.ids import Digest, JobUid, RestartRound, Step
 from holdfast_core.messages.schema import (
     CoordinatorState,
@@ -34,6 +35,8 @@ from holdfast_core.messages.schema import (
     RoundTimes,
 )
 from holdfast_core.names import pod_name
+from holdfast_operator.model import labels
+from holdfast_operator.model.ownership import command_prefix
 
 WORKERS = 2
 GROUP = "/apis/holdfast.dev/v1alpha1"
@@ -124,7 +127,7 @@ class OperatorBed:
         self.kubelet.probe_answer = json.dumps(answer)
         self.plane.request("POST", self.path("checkpointstores"), STORE)
         self.until("the store is available", self._store_is_available)
-        self.until("the probe goes", lambda: self.pod_names() == [])
+        self.until("the probe goes", lambda: self.command_pod(StoreVerb.PROBE) is None)
 
     def _store_is_available(self) -> bool:
         store = self.plane.request("GET", self.path("checkpointstores", "main"))
@@ -232,12 +235,22 @@ class OperatorBed:
         except AssertionError as error:
             raise AssertionError(f"{error}\nlog: {self.log()[-4000:]}") from error
 
+    def kept_pods(self) -> list[Any]:
+        """Return the pods that nobody has deleted: a deleted one stays until its kubelet has ended it."""
+        return [p for p in self.kubelet.pods() if p["metadata"].get("deletionTimestamp") is None]
+
     def pod_names(self) -> list[str]:
-        return sorted(
-            p["metadata"]["name"]
-            for p in self.kubelet.pods()
-            if p["metadata"].get("deletionTimestamp") is None
-        )
+        """Return the names of the pods of gangs."""
+        marks = ((pod["metadata"]["name"], pod["metadata"]["labels"]) for pod in self.kept_pods())
+        return sorted(name for name, mark in marks if labels.WORKER in mark)
+
+    def command_pod(self, verb: StoreVerb) -> Any:
+        """Return the pod that does this with a store, or None.
+
+        A store that is available is listed at once, so that the pod of another verb may exist beside it.
+        """
+        prefix = command_prefix(verb)
+        return next((p for p in self.kept_pods() if p["metadata"]["name"].startswith(prefix)), None)
 
 
 def training_job(**checkpoint: Any) -> dict[str, Any]:
