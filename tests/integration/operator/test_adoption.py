@@ -198,25 +198,6 @@ def adopting(empty_bed: OperatorBed, policies: None) -> OperatorBed:
     bed = empty_bed
     bed.start_operator()
     adopt(bed, adoption())
-    path = f"/api/v1/namespaces/{bed.namespace}/pods?dryRun=All"
-    pod: dict[str, Any] = {
-        "metadata": {
-            "name": "probe",
-            "labels": {
-                "holdfast.dev/adopt": "gpt",
-                "batch.kubernetes.io/job-completion-index": "0",
-            },
-        },
-        "spec": {"containers": [{"name": "train", "image": "example/trainer:1"}]},
-    }
-    # The API server puts each of the two policies in force at a time of its own.
-    bed.until(
-        "pods get the sidecar", lambda: SIDECAR_CONTAINER in json.dumps(tried(bed, path, pod))
-    )
-    pod["spec"]["containers"][0]["name"] = "main"
-    bed.until(
-        "other pods are refused", lambda: "was not adopted" in json.dumps(tried(bed, path, pod))
-    )
     return bed
 
 
@@ -268,13 +249,28 @@ def test_a_pod_that_reaches_for_the_sidecar_is_refused(
 
 
 def adopt(bed: OperatorBed, body: dict[str, Any]) -> None:
-    """Create a CheckpointAdoption and wait until its pods can be created."""
+    """Create a CheckpointAdoption and wait until its pods can be created.
+
+    The API server puts each of the two policies in force, and reads each CheckpointAdoption for them, at a
+    time of its own.
+    """
     name = body["metadata"]["name"]
     uid = JobUid(bed.plane.request("POST", bed.path(ADOPTIONS), body)["metadata"]["uid"])
     prefix = job_prefix(name, uid)
     secret = f"/api/v1/namespaces/{bed.namespace}/secrets/{prefix}-holdfast-certs-0"
     bed.until("injection", lambda: status(bed, name).get("injection"))
     bed.until("certificates", lambda: not bed.is_gone(secret))  # a kubelet waits for them
+    labels = {"holdfast.dev/adopt": name, "batch.kubernetes.io/job-completion-index": "0"}
+
+    def created(container: str) -> str:
+        spec = {"containers": [{"name": container, "image": "example/trainer:1"}]}
+        pod = {"metadata": {"name": "probe", "labels": labels}, "spec": spec}
+        path = f"/api/v1/namespaces/{bed.namespace}/pods?dryRun=All"
+        return json.dumps(tried(bed, path, pod))
+
+    own = body["spec"]["container"]
+    bed.until("pods get the sidecar", lambda: SIDECAR_CONTAINER in created(own))
+    bed.until("other pods are refused", lambda: "was not adopted" in created("main"))
 
 
 def tried(bed: OperatorBed, path: str, body: dict[str, Any]) -> Any:

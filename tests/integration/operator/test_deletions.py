@@ -79,14 +79,7 @@ def test_a_checkpoint_that_outlives_its_job_takes_its_data_along(empty_bed: Oper
     bed = empty_bed
     name = train_with_a_checkpoint(bed, "Retain")["metadata"]["name"]
     path = bed.path("checkpoints", name)
-
-    def ordered() -> bool:
-        raw = bed.plane.request("GET", path)
-        raw["spec"]["deletionPolicy"] = "DeleteData"
-        bed.plane.request("PUT", path, raw)
-        return True
-
-    bed.until("the policy", ordered)
+    bed.change(path, lambda raw: raw["spec"].update(deletionPolicy="DeleteData"))
     bed.until(
         "the finalizer",
         lambda: bed.plane.request("GET", path)["metadata"].get("finalizers"),
@@ -114,6 +107,6 @@ def test_a_request_for_a_job_that_does_not_exist_fails(empty_bed: OperatorBed) -
     def status() -> dict[str, Any]:
         return dict(bed.plane.request("GET", bed.path("checkpoints", "now")).get("status") or {})
 
-    bed.until("the request fails", lambda: status().get("phase") == "Failed", 180)
+    bed.until("the request fails", lambda: status().get("phase") == "Failed")
     why = next(c for c in status()["conditions"] if c["type"] == "Committed")
     assert (why["status"], why["reason"]) == ("False", "JobNotFound")

@@ -88,9 +88,8 @@ def test_a_requested_drill_that_finds_damage_and_a_later_one_that_finds_none(
     shown = bed.plane.kubectl("get", "ckpt", NAME, "-n", bed.namespace)
     assert "VERIFIED" in shown and "False" in shown
 
-    found = bed.plane.request("GET", bed.path("checkpoints", NAME))
-    found["spec"]["verify"] = {"trigger": "second", "restore": True, "worldSize": 3}
-    bed.plane.request("PUT", bed.path("checkpoints", NAME), found)
+    second = {"trigger": "second", "restore": True, "worldSize": 3}
+    bed.change(bed.path("checkpoints", NAME), lambda raw: raw["spec"].update(verify=second))
     pod = bed.until("the second pod", lambda: bed.command_pod(StoreVerb.DRILL))
     environment = {e["name"]: e["value"] for e in pod["spec"]["containers"][0]["env"]}
     assert DrillContract.from_json(environment["HOLDFAST_DRILL"]).world_size == 3

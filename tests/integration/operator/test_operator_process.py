@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.operator.operator_bed import (
     WORKERS,
     OperatorBed,
@@ -76,7 +77,8 @@ def test_a_restarted_operator_does_not_disturb_a_running_gang(bed: OperatorBed) 
 @pytest.mark.fault("Two operators are active")
 def test_two_operators_do_what_one_does(empty_bed: OperatorBed, tmp_path: Path) -> None:
     (tmp_path / "second").mkdir()
-    second = replace(empty_bed, folder=tmp_path / "second", metrics_port=free_port(), process=None)
+    ports = {"metrics_port": free_port(), "health_port": free_port()}
+    second = replace(empty_bed, folder=tmp_path / "second", process=None, **ports)
     empty_bed.start_operator()
     second.start_operator()
     try:
@@ -88,6 +90,9 @@ def test_two_operators_do_what_one_does(empty_bed: OperatorBed, tmp_path: Path) 
         )
         assert empty_bed.status()["restartRound"] == 1
         assert empty_bed.status()["restarts"] == 1
+        for bed in (empty_bed, second):
+            assert bed.process is not None
+            assert bed.process.poll() is None, bed.log()
     finally:
         second.kill_operator()
 
@@ -99,5 +104,5 @@ def test_sigterm_ends_the_process_in_order(empty_bed: OperatorBed) -> None:
     process = empty_bed.process
     assert process is not None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=HANG_SECONDS) == 0
     assert "operator ends" in empty_bed.log()

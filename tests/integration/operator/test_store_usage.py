@@ -79,8 +79,10 @@ def test_the_usage_of_a_store_is_what_list_says_and_a_quota_is_said(
     store = bed.plane.request("GET", bed.path("checkpointstores", "main"))
     assert [r["limitBytes"] for r in store["status"]["reachedQuotas"]] == [2 * MIB]
 
-    store["spec"]["quota"]["bytes"] = "100Mi"
-    bed.plane.request("PUT", bed.path("checkpointstores", "main"), store)
+    raised = {"bytes": "100Mi"}
+    bed.change(
+        bed.path("checkpointstores", "main"), lambda store: store["spec"].update(quota=raised)
+    )
     finish("probe")  # of the new spec
     bed.until(
         "the raised quota",

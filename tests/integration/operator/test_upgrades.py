@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tests.support.operator.operator_bed import OperatorBed
-from tests.support.servers.control_plane import ControlPlaneError
 
 pytestmark = pytest.mark.integration
 
@@ -38,30 +37,18 @@ def other_release(
     status.update(adds)
     for name in lacks:
         del status[name]
-    bed.until("the other release's CRD", lambda: replaced(bed, CRD, spec=other))
+    bed.change(CRD, lambda crd: crd.update(spec=other))
     try:
         yield
     finally:
-        bed.until("the CRD of this release", lambda: replaced(bed, CRD, spec=before))
-
-
-def replaced(bed: OperatorBed, path: str, part: str = "", **fields: Any) -> bool:
-    """Replace fields of an object, or of its subresource `part`. Return False after a conflict."""
-    current = bed.plane.request("GET", path)
-    try:
-        bed.plane.request("PUT", path + part, {**current, **fields})
-    except ControlPlaneError as error:
-        if "HTTP 409" not in str(error):
-            raise
-        return False
-    return True
+        bed.change(CRD, lambda crd: crd.update(spec=before))
 
 
 def written(bed: OperatorBed, **fields: Any) -> bool:
     """Write fields of the status as another release does. Return whether the server has kept them."""
-    status = {**bed.status(), **fields}
-    path = bed.path("trainingjobs", "gpt")
-    return replaced(bed, path, "/status", status=status) and fields.items() <= bed.status().items()
+    job = bed.path("trainingjobs", "gpt")
+    bed.change(job, lambda raw: raw["status"].update(fields), "/status")
+    return fields.items() <= bed.status().items()
 
 
 @pytest.mark.fault("A CRD is upgraded or downgraded under a running job that loses a pod")

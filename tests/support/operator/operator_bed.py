@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.support import zygote
 from tests.support.chart import NAMESPACE, RELEASE
+from tests.support.hang import HANG_SECONDS
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.operator_account import OperatorAccount
 from tests.support.operator.played_kubelet import PlayedKubelet
@@ -221,11 +222,27 @@ class OperatorBed:
             return "HTTP 404" in str(error)
         return False
 
+    def change(self, path: str, change: Callable[[dict[str, Any]], object], part: str = "") -> None:
+        """Change an object, or its subresource `part`, as a person does: again after a write of another."""
+
+        def changed() -> bool:
+            current = self.plane.request("GET", path)
+            change(current)
+            try:
+                self.plane.request("PUT", path + part, current)
+            except ControlPlaneError as error:
+                if "HTTP 409" not in str(error):
+                    raise
+                return False
+            return True
+
+        self.until(f"the change of {path}", changed)
+
     def condition(self, kind: str, name: str = "gpt") -> dict[str, Any]:
         found = [c for c in self.status(name).get("conditions", []) if c["type"] == kind]
         return found[0] if found else {}
 
-    def until(self, what: str, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+    def until(self, what: str, condition: Callable[[], Any], seconds: float = HANG_SECONDS) -> Any:
         def checked() -> Any:
             self.kubelet.answer_probes()
             return condition()

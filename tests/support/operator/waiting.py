@@ -6,17 +6,20 @@ from collections.abc import Callable
 from threading import Event
 from typing import Any
 
+from tests.support.hang import HANG_SECONDS
 
-def poll(what: str, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+from holdfast_core.clock import SystemClock
+
+
+def poll(what: str, condition: Callable[[], Any], seconds: float = HANG_SECONDS) -> Any:
     """Return the first true value of `condition`.
 
     Raises AssertionError that names `what` after `seconds`.
     """
-    pause = Event()
-    value: Any = None
-    for _ in range(int(seconds / 0.05)):
-        value = condition()
-        if value:
-            return value
+    clock, pause = SystemClock(), Event()
+    deadline = clock.monotonic() + seconds
+    while not (value := condition()):
+        if clock.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {seconds} s; the last value was {value!r}")
         pause.wait(0.05)
-    raise AssertionError(f"{what}: not within {seconds} s; the last value was {value!r}")
+    return value

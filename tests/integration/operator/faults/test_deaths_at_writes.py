@@ -83,11 +83,12 @@ def test_a_write_that_arrives_after_its_operator_was_replaced_changes_nothing(
         late = proxy.add(Hold(lambda: restart(bed)), writes, skip=write, times=1)
         bed.lose(1)
         bed.until_recovered(write + 1)
-        status, pods, seen = bed.status(), bed.pod_names(), len(proxy.writes)
+        status, pods = bed.status(), bed.pod_names()
         proxy.remove(late)
         if not late.hits:
             break
-        bed.until("it arrives", lambda: len(proxy.writes) > seen)  # noqa: B023
+        (held,) = late.hits
+        bed.until("it arrives", lambda: any(w.call is held for w in proxy.writes))  # noqa: B023
         for key in ("restartRound", "members", "restorePoint", "restarts", "lineage"):
             assert bed.status().get(key) == status.get(key), late.hits
         assert bed.pod_names() == pods
