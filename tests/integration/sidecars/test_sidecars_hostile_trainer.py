@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.sidecar.gang import Gangs
+from tests.support.sidecar.processes import files_below
 
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import Level
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.integration
 
 
 def shards(node: Path) -> dict[str, str]:
-    return {p.name: digest_of(p.read_bytes()) for p in node.rglob("*.shard")}
+    return {p.name: digest_of(p.read_bytes()) for p in files_below(node, "*.shard")}
 
 
 def links_into(directory: Path, target: Path, names: list[str]) -> None:
@@ -34,7 +35,7 @@ async def test_links_to_committed_shards_and_fifos_harm_nothing(gangs: Gangs) ->
         sidecar = gang.sidecars[0]
         before = shards(sidecar.node)
         assert len(before) == 1
-        shard = next(sidecar.node.rglob("*.shard"))
+        shard = files_below(sidecar.node, "*.shard")[0]
         slots = gang.ranks[0].names
         links_into(sidecar.shared / "staged", shard, [f"{name}.json" for name in slots])
         links_into(sidecar.shared, sidecar.node / "round.json", ["ports.json.tmp"])

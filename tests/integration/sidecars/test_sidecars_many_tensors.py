@@ -83,7 +83,10 @@ async def test_ranks_of_100_000_tensors_restore_from_every_tier(
         gang.lose(1)
         await gang.operator.seal(0, 2)
         await gang.launch(1, birth_round=2)
-        await gang.begin(2, restore=point, policy=policy)
+        # Worker 0 serves its copy from its ROUND on. Worker 1 would otherwise read from the store.
+        message = gang.operator.message(2, restore=point, policy=policy, copies=gang.copies)
+        await gang.operator.round(0, message)
+        await gang.begin(2, version=2, restore=point, policy=policy)
         expected[1] = (parts[1].payload, TierName.PEER)
         assert await restored(gang) == expected
 

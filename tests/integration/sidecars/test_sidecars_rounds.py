@@ -9,6 +9,7 @@ import pytest
 from tests.support.sidecar import flip_a_bit, until
 from tests.support.sidecar.gang import JOB_UID, Gangs
 from tests.support.sidecar.operator import FakeOperator
+from tests.support.sidecar.processes import files_below
 from tests.support.sidecar.waiting import DEADLINE_SECONDS
 
 from holdfast_core.errors import RefusedError, StaleRoundError
@@ -229,8 +230,10 @@ async def test_bad_copies_are_quarantined_and_the_next_source_is_asked(gangs: Ga
         assert await gang.restored() == saved
         _, _, filled = await gang.ranks[0].restore()
         assert filled.tier in (TierName.PEER, TierName.MEMORY)
-        quarantine = gang.sidecars[1].node / "quarantine"
-        await until(lambda: any(quarantine.iterdir()), "worker 1 quarantines its copy")
+        quarantine = (
+            gang.sidecars[1].node / "quarantine"
+        )  # which the sidecar makes when it needs it
+        await until(lambda: files_below(quarantine, "*.shard"), "worker 1 quarantines its copy")
 
 
 async def test_a_failed_restore_names_every_place_that_was_tried(gangs: Gangs) -> None:
