@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 from tests.support.chart import CHART, NAMESPACE, render_chart, run_helm
+from tests.support.hang import HANG_SECONDS
+from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import ControlPlane
 
 from holdfast_core.api.crd import KINDS
@@ -45,28 +46,36 @@ def cluster(helm: Helm) -> Iterator[ControlPlane]:
         cp.create_namespace("team-a")
         helm("install", "holdfast", str(CHART), "-n", NAMESPACE, f"--kubeconfig={cp.kubeconfig}")
         names = [f"{kind.PLURAL}.holdfast.dev" for kind in KINDS]
-        cp.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd", *names)
-        _until_policy_is_in_force(cp)
+        cp.kubectl(
+            "wait", "--for=condition=Established", f"--timeout={HANG_SECONDS:.0f}s", "crd", *names
+        )
+        _until_policies_are_in_force(cp)
         yield cp
 
 
-def _until_policy_is_in_force(cp: ControlPlane) -> None:
-    """Wait until a forbidden job is denied, and until it causes a warning.
+def _until_policies_are_in_force(cp: ControlPlane) -> None:
+    """Wait until the server enforces all policies that exist by now.
 
-    The server enforces a new admission policy only after some seconds.
+    The server takes them over together, seconds after they were created. So one that is created last, which
+    refuses a ConfigMap by its name, is enforced no earlier than the others.
     """
-    job = """
-    {"apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob",
-     "metadata": {"name": "probe", "namespace": "team-a"},
-     "spec": {"workers": 1, "checkpoint": {"interval": {"steps": 1}},
-              "template": {"spec": {"containers": [{"name": "trainer", "image": "a:1",
-                "livenessProbe": {"exec": {"command": ["true"]}},
-                "volumeMounts": [{"name": "a", "mountPath": "/holdfast"}]}]}}}}
-    """
-    deadline = time.monotonic() + 60
-    while True:
-        text = cp.kubectl("create", "--dry-run=server", "-f", "-", stdin=job, check=False)
-        if "denied" in text and "Warning" in text:
-            return
-        assert time.monotonic() < deadline, f"the policy is not in force: {text}"
-        time.sleep(0.5)
+    kind = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": "last"}}
+    rules = [
+        {
+            "apiGroups": [""],
+            "apiVersions": ["v1"],
+            "operations": ["CREATE"],
+            "resources": ["configmaps"],
+        }
+    ]
+    spec = {
+        "matchConstraints": {"resourceRules": rules},
+        "validations": [{"expression": "object.metadata.name != 'last'"}],
+    }
+    binding = {"policyName": "last", "validationActions": ["Deny"]}
+    cp.apply(
+        {**kind, "kind": "ValidatingAdmissionPolicy", "spec": spec},
+        {**kind, "kind": "ValidatingAdmissionPolicyBinding", "spec": binding},
+    )
+    refused = ("create", "configmap", "last", "-n", "team-a", "--dry-run=server")
+    poll("the last policy", lambda: "denied request" in cp.kubectl(*refused, check=False))

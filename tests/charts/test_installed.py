@@ -13,6 +13,7 @@ from tests.support.api_objects import ABSENT, job_object, merged
 from tests.support.chart import CHART
 from tests.support.operator.hostile_templates import HOSTILE_TEMPLATES
 from tests.support.operator.operator_account import USER, rights
+from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import ControlPlane
 
 pytestmark = pytest.mark.integration
@@ -178,6 +179,9 @@ def people(cluster: ControlPlane) -> ControlPlane:
     cluster.apply(
         only_jobs, pods, bind("bob", "Role", "only-jobs"), bind("alice", "Role", "jobs-and-pods")
     )
+    for user in ("alice", "bob"):  # the server reads rights a moment after they were created
+        asked = ("auth", "can-i", "create", "trainingjobs", "-n", "team-a", f"--as={user}")
+        poll(f"the rights of {user}", lambda a=asked: cluster.kubectl(*a, check=False) == "yes\n")  # type: ignore[misc]
     return cluster
 
 
