@@ -165,9 +165,15 @@ def test_jobs_start_from_a_retained_checkpoint_unless_its_shapes_differ(
     """Three jobs start from the newest Checkpoint of a deleted job with one rank, side by side."""
     first = submit(job_manifest("one-rank", namespace, ALONE, copies=0))
     first.wait_complete(150)
-    items = installed.items("Checkpoint", namespace)
-    of_first = [c for c in items if c["spec"]["jobRef"]["name"] == first.name]
-    name = max(of_first, key=lambda c: c["spec"]["step"])["metadata"]["name"]
+
+    def last() -> list[str]:
+        """Return the Checkpoint of the last step, whose object may come after the end of the job."""
+        items = installed.items("Checkpoint", namespace)
+        found = [c for c in items if c["spec"]["jobRef"]["name"] == first.name]
+        newest = [c for c in found if c["spec"]["step"] == ALONE.steps and is_true(c, "Persisted")]
+        return [c["metadata"]["name"] for c in newest]
+
+    (name,) = first.wait("the Checkpoint of the last step", last)
     first.delete()
 
     wider = Training(workers=1, steps=20, layers=1, width=48)

@@ -73,8 +73,14 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_next_older_one_is_restored(
     assert condition(found, "Verified")["status"] == "False"
     assert condition(found, "Quarantined")["reason"] == "Damaged"
     assert found["status"]["drill"]["bytes"] > 0
-    told = [e["message"] for e in job.kube.events(job.namespace) if e["reason"] == "Damaged"]
-    assert any(f"would restore step {older['spec']['step']} of" in text for text in told), told
+    text = f"would restore step {older['spec']['step']} of"
+    job.wait(  # the Event is created after the status
+        "the Event of the damage",
+        lambda: any(
+            e["reason"] == "Damaged" and text in e["message"]
+            for e in job.kube.events(job.namespace)
+        ),
+    )
 
     job.kube.patch("TrainingJob", job.namespace, job.name, {"spec": {"suspend": False}})
     job.wait("a restore point", lambda: "restorePoint" in job.status, 180)

@@ -23,8 +23,7 @@ def _lose_two(job: Job) -> None:
     nodes = [job.node_of(worker) for worker in range(3)]
     alone = next(worker for worker in range(3) if nodes.count(nodes[worker]) == 1)
     assert len(set(nodes)) == 2, f"the gang of three is on {nodes}, expected two nodes"
-    for worker in (alone, (alone + 1) % 3):
-        job.kube.delete_pod(job.namespace, job.pod_name(worker), grace_seconds=0)
+    job.kube.lose_pods(job.namespace, [job.pod_name(w) for w in (alone, (alone + 1) % 3)])
 
 
 def _is_waiting_for(job: Job, reason: str) -> bool:
@@ -47,7 +46,10 @@ def test_a_young_job_that_lost_everything_starts_over_by_itself(scenario):
     job.wait_round(1, 180)
     assert job.status["lineage"] == [{"round": job.round}], "it has no restore point"
     assert job.status["recoveries"][-1]["lostSteps"] >= 10
-    assert "StartedOver" in {e["reason"] for e in job.kube.events(job.namespace)}
+    job.wait(
+        "the Event of the start over",
+        lambda: "StartedOver" in {e["reason"] for e in job.kube.events(job.namespace)},
+    )
     scenario.finish_and_judge(job)
 
 
