@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
 from tools.mutants.__main__ import ROOT, run
 from tools.mutants.listed import MUTANTS
@@ -202,7 +203,7 @@ def test_hang():
 def is_running(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second if it ends between open and read
         return False
 
 
@@ -236,7 +237,7 @@ def test_an_interrupt_ends_all_runs_with_what_they_have_started(
         started = started_by(project)
         until(started.exists, "the test has started its process")
         runs.stop()
-        assert running.result(60).verdict is Verdict.NOT_RUN
+        assert running.result(HANG_SECONDS).verdict is Verdict.NOT_RUN
     pid = int(started.read_text())
     until(lambda: not is_running(pid), "the process has ended")
     with pytest.raises(InterruptedError):

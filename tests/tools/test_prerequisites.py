@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools/prerequisites.sh"
 ALWAYS = ("sh", "df", "id", "python3", "bash", "apt-get")
@@ -122,7 +123,7 @@ def test_a_relative_folder_that_does_not_exist_counts_as_the_current_one(tmp_pat
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
     )
     assert "missing: 8 GiB of free space in ., which has 3 GiB." in done.stderr
 

@@ -13,6 +13,7 @@ import pytest
 from tests.support.crash.syscalls import Call
 from tests.support.crash.traced import Announce, Recorder, can_trace, run
 from tests.support.crash.write_orders import Create, Remove, Rename
+from tests.support.hang import HANG_SECONDS
 
 pytestmark = pytest.mark.skipif(can_trace() is not None, reason=str(can_trace()))
 FILES = 300
@@ -78,7 +79,7 @@ def test_a_file_that_another_thread_removes_at_once_is_recorded_before(tmp_path:
         [sys.executable, __file__, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

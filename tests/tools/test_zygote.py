@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support import zygote
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import is_alive, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,9 @@ print(json.dumps({
 
 
 def shown_by(start: Any, words: list[str], **options: Any) -> tuple[int, str, str]:
-    done = start([sys.executable, *words], capture_output=True, text=True, timeout=120, **options)
+    done = start(
+        [sys.executable, *words], capture_output=True, text=True, timeout=HANG_SECONDS, **options
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -149,8 +152,8 @@ def test_a_program_gets_the_descriptors_that_are_passed_to_it(tmp_path: Path) ->
         "import sys; sys.excepthook = lambda *_: print('hook'); 1 / 0",
         "import atexit; atexit.register(print, 'at exit'); print('main')",
         "import atexit, sys; atexit.register(print, 'at exit'); sys.exit(3)",
-        "import threading, time\n"
-        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('main')",
+        "import threading as t\n"
+        "t.Thread(target=lambda: (t.main_thread().join(), print('thread'))).start()\nprint('main')",
         "class Kept:\n    def __del__(self):\n        print('deleted')\nkept = Kept()",
         "import sys; print('lost'); sys.stdout.flush(); sys.stderr.write('error'); sys.exit(2)",
         "import signal, os\nsignal.signal(15, lambda *_: print('got it'))\nos.kill(os.getpid(), 15)",

@@ -74,13 +74,13 @@ with holdfast.Checkpointer(dir=folder) as ckpt:
     done = ckpt.restore(state)
     print("restored", done, state["t"][-1], flush=True)
     if done is None:
-        ckpt.save(1, {"t": np.full(1 << 18, 1.0)}).wait("local", timeout=60)
+        ckpt.save(1, {"t": np.full(1 << 18, 1.0)}).wait("local")
         if rank == 0:
             os.unlink(go)
         while os.path.exists(go):
             time.sleep(0.01)
         ckpt.save(2, {"t": np.full(1 << 18, 2.0)})
-        assert ckpt._session.wait_acknowledged(60)
+        assert ckpt._session.wait_acknowledged(540)
         open(f"{go}.{rank}", "w").close()
         while not all(os.path.exists(f"{go}.{other}") for other in range(2)):
             time.sleep(0.01)

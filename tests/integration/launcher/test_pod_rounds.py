@@ -133,7 +133,9 @@ def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: WatchedSid
 
 def test_a_round_never_runs_twice(tmp_path: Path, sidecar: WatchedSidecar) -> None:
     sidecar.start()
-    with launch(tmp_path, sidecar, "--sleep-per-step", "0.2") as run:
+    limit = tmp_path / "limit"
+    allow(limit, 4)
+    with launch(tmp_path, sidecar, limit=limit) as run:
         sidecar.wait_for(Hello)
         begin(sidecar)
         until(lambda: run.step_of(0) >= 1, "a step")
@@ -153,16 +155,20 @@ def test_the_sidecar_may_restart_under_running_ranks(
     tmp_path: Path, sidecar: WatchedSidecar
 ) -> None:
     sidecar.start()
-    with launch(tmp_path, sidecar, "--sleep-per-step", "0.1") as run:
+    limit = tmp_path / "limit"
+    allow(limit, 4)
+    with launch(tmp_path, sidecar, limit=limit) as run:
         sidecar.wait_for(Hello)
         begin(sidecar)
         until(lambda: run.step_of(0) >= 3, "three steps")
         before = len(launcher_hellos(sidecar))
         sidecar.die()
+        allow(limit, 12)
         until(lambda: run.step_of(0) >= 8, "training goes on")
         sidecar.start(0)
         until(lambda: len(launcher_hellos(sidecar)) > before, "the launcher comes back")
         assert launcher_hellos(sidecar)[-1].round == 0
+        allow(limit, None)
         assert run.wait() == 0, run.err()
 
 

@@ -133,7 +133,7 @@ def test_ranks_that_torchrun_restarts_end_in_the_bits_of_an_undisturbed_run(
 
 def test_sigterm_to_torchrun_saves_the_last_step(tmp_path: Path) -> None:
     process = start(tmp_path, steps=ENDLESS, pause=0.2)
-    until(lambda: "step 5" in (tmp_path / "log").read_text(), "five steps", 300)
+    until(lambda: "step 5" in (tmp_path / "log").read_text(), "five steps")
     process.send_signal(signal.SIGTERM)
     assert process.wait(HANG_SECONDS) != 0
     stopped = committed_step(tmp_path / "ckpt")
@@ -153,7 +153,7 @@ def test_the_gang_goes_on_after_a_node_was_replaced_and_ends_in_the_same_bits(
     command = ("train.py", "", str(STEPS), "0.5")
     port = free_port()
     nodes = [start_node(folder, node, port, *command) for node in range(2)]
-    until(lambda: committed_step(folder / "ckpt") > 0, "a commit", HANG_SECONDS)
+    until(lambda: committed_step(folder / "ckpt") > 0, "a commit")
     lose(nodes[1])
     # The new torchrun of node 1 has restarted nothing yet, and that of node 0 has.
     nodes[1] = start_node(folder, 1, port, *command)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.azurite_server import AzuriteServer
 from tests.support.servers.hostile_s3 import HostileProxy
 from tests.support.servers.minio_server import MinioServer
@@ -86,7 +87,7 @@ class VersitygwServer(StoreServer):
         account = ["--access", ACCESS_KEY, "--secret", SECRET_KEY, "--region", REGION]
         where = ["--endpoint-url", f"http://{self.endpoint}"]
         command = [str(find_tool(self.tool)), "admin", *account, *where, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
         if done.returncode != 0:
             raise ServerUnavailableError(
                 f"versitygw admin {arguments[0]}: {done.stdout}{done.stderr}"

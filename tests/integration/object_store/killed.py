@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.hostile_s3 import HostileProxy
 
 from holdfast_core.contract import StoreConfig
@@ -31,7 +32,7 @@ def kill_in_upload(
     command = [sys.executable, str(UPLOADER), config.to_json(), path, identity, *what]
     with subprocess.Popen(command) as child:
         try:
-            assert proxy.holding.wait(60)
+            assert proxy.holding.wait(HANG_SECONDS)
         finally:
             child.send_signal(signal.SIGKILL)
-        assert child.wait(30) == -signal.SIGKILL
+        assert child.wait(HANG_SECONDS) == -signal.SIGKILL

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.hostile_s3 import (
     Action,
     Answer,
@@ -228,7 +229,7 @@ def test_an_upload_goes_on_when_a_killed_server_is_back(
         threading.Event().wait(min(seconds, 0.2))
 
     with type(server)() as own:
-        retrier = Retrier(RetryPolicy(max_attempts=1000, budget_seconds=60), sleep=wait)
+        retrier = Retrier(RetryPolicy(max_attempts=1000, budget_seconds=HANG_SECONDS), sleep=wait)
         tier = s3_tier(
             own.config("p"), own.credentials, retrier=retrier, timeouts=Timeouts(2.0, 5.0)
         )
@@ -237,9 +238,9 @@ def test_an_upload_goes_on_when_a_killed_server_is_back(
             own.kill()
             thread = threading.Thread(target=tier.upload_shard, args=(NAMESPACE, reader))
             thread.start()
-            assert failed.wait(60)
+            assert failed.wait(HANG_SECONDS)
             own.revive()
-            thread.join(60)
+            thread.join(HANG_SECONDS)
             assert not thread.is_alive()
             target = tmp_path / "target"
             target.mkdir()

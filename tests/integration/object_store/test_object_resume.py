@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.object_store.killed import kill_in_upload
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.hostile_s3 import (
     Action,
     Answer,
@@ -243,7 +244,7 @@ def ended_with(call: Callable[[], object]) -> UnavailableError | None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(HANG_SECONDS)
     return raised[0] if raised else None
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.hostile_s3 import Answer, HostileProxy, Replace, Seen, on
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import JOB_UID, rank_layout, shard_file, shard_header
@@ -210,7 +211,7 @@ def race(action: Callable[[int], object]) -> list[object]:
     start = threading.Barrier(WRITERS)
 
     def run(number: int) -> object:
-        start.wait(30)
+        start.wait(HANG_SECONDS)
         try:
             return action(number)
         except AlreadyExistsError as error:

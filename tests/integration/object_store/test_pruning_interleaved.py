@@ -18,6 +18,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import JOB_UID, manifest, payload, shard_header
 from tests.support.shards.shard_files import CopyWriters, write_shard
 
@@ -55,7 +56,7 @@ class Turns:
     def take(self, who: str) -> None:
         with _turn:
             while not self._may(who):
-                _turn.wait(30)
+                _turn.wait(HANG_SECONDS)
 
     def _may(self, who: str) -> bool:
         while self.schedule and self.schedule[0] in self.ended:
@@ -281,7 +282,7 @@ def test_two_deleters_and_a_commit_between(
 
         with ThreadPoolExecutor(2) as threads:
             for future in [threads.submit(one), threads.submit(other)]:
-                future.result(60)
+                future.result(HANG_SECONDS)
         place.assert_comes_back(NEXT)
         place.honest.close()
 
@@ -316,8 +317,8 @@ def play(
     with ThreadPoolExecutor(2) as threads:
         uploader = threads.submit(party, "uploader", upload, killed_after[0])
         deleter = threads.submit(party, "deleter", lambda t: delete(t, doomed), killed_after[1])
-        announced = uploader.result(60)
-        deleter.result(60)
+        announced = uploader.result(HANG_SECONDS)
+        deleter.result(HANG_SECONDS)
 
     if announced is True:
         assert place.exists(NEXT)
