@@ -133,7 +133,7 @@ def run(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "KUBECONFIG": str(config)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         check=False,
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from kubernetes import client
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_cli.cluster import ClusterClient
 from holdfast_cli.errors import CommandError, NotFound, StateError, UsageError
@@ -142,7 +143,9 @@ class Cluster:
 
     def run_in(self, pod: str, container: str, command: tuple[str, ...]) -> tuple[int, str]:
         program = (sys.executable, *command[1:])
-        ended = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(
+            program, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+        )
         return ended.returncode, ended.stdout + ended.stderr
 
     def ask(self, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -180,7 +183,7 @@ def rank() -> Any:
 def test_the_process_of_a_rank_is_found_by_its_name_and_killed(rank: Any) -> None:
     said = carry_out(Cluster(), planned(Fault.KILL_RANK, 87))  # type: ignore[arg-type]
     assert f"process {rank.pid} of rank 87" in said, "and not its child, which has the same name"
-    assert rank.wait(timeout=30) == -signal.SIGKILL
+    assert rank.wait(timeout=HANG_SECONDS) == -signal.SIGKILL
 
 
 @pytest.mark.fault("A game day names a rank whose process is gone")

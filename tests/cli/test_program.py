@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_cli.errors import Exit
 from holdfast_cli.program import VERBS, cli, run
@@ -29,7 +30,7 @@ def start(program: str, *words: str, **env: str) -> subprocess.CompletedProcess[
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         check=False,
     )
 
@@ -188,7 +189,7 @@ def test_a_reader_that_has_ended_gets_no_traceback() -> None:
             [sys.executable, "-m", "holdfast_cli", "completion", "bash"],
             stdout=closed,
             stderr=subprocess.PIPE,
-            timeout=120,
+            timeout=HANG_SECONDS,
             check=False,
         )
     assert (ended.returncode, ended.stderr) == (Exit.FAILED, b"")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from demo.leftovers import MARK, Claim, clear, marked
 from demo.waits import DemoFailed
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,7 @@ def test_what_a_killed_demo_and_guardian_left_is_cleared_by_the_next(tmp_path: P
     try:
         until(lambda: marked(folder) == [left.pid], "the process to carry its mark")
         with Claim(folder, memory):
-            assert left.wait(60) == -signal.SIGKILL
+            assert left.wait(HANG_SECONDS) == -signal.SIGKILL
             assert list(memory.iterdir()) == []
             assert other.poll() is None
     finally:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import webdataset
 from tests.support.frameworks.forked import Training, train_forked
+from tests.support.hang import HANG_SECONDS
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -117,7 +118,7 @@ def resumed(
     done = {name: [rows_of(next(one)) for _ in range(DONE)] for name, one in streams.items()}
     rng = holdfast.RNG(saved["generator saved"].generator)
     with holdfast.Checkpointer(folder / "ckpt", on_save_error="raise") as ckpt:
-        ckpt.save(DONE, {"data": saved, "rng": rng}).wait("local", timeout=120)
+        ckpt.save(DONE, {"data": saved, "rng": rng}).wait("local", timeout=HANG_SECONDS)
     rest = {name: epochs(one, saved[name], later) for name, one in streams.items()}
 
     again = {**loaders(folder, workers), "generator saved": loaders(folder, workers)["generator"]}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.shard_files import flip_bit
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -94,7 +95,7 @@ def test_torchs_own_functions_take_the_classes(ckpt: holdfast.Checkpointer) -> N
     current = state(2.0)
     future = torch_dcp.async_save(current, storage_writer=writer, no_dist=True)
     current["model"]["layer.weight"].zero_()  # the copy was made before async_save returned
-    future.result(timeout=60)
+    future.result(timeout=HANG_SECONDS)
     for step, value in ((1, 1.0), (2, 2.0)):
         loaded = state(0.0)
         torch_dcp.load(loaded, storage_reader=dcp.StorageReader(ckpt, step))
@@ -105,7 +106,7 @@ def test_async_save_ends_when_the_step_is_durable(ckpt: holdfast.Checkpointer) -
     current = state(2.0)
     future = dcp.async_save(current, storage_writer=dcp.StorageWriter(ckpt, 4))
     current["model"]["layer.weight"].zero_()
-    assert future.result(timeout=60).durable
+    assert future.result(timeout=HANG_SECONDS).durable
     dcp.load(current, storage_reader=dcp.StorageReader(ckpt))
     assert current["model"]["layer.weight"].eq(2.0).all()
 
@@ -170,7 +171,7 @@ def test_a_planner_that_torch_would_not_use_is_refused(ckpt: holdfast.Checkpoint
     writer = dcp.StorageWriter(ckpt, 1)
     future = torch_dcp.async_save(state(), storage_writer=writer, planner=Doubling(), no_dist=True)
     with pytest.raises(CheckpointException, match="without the planner Doubling"):
-        future.result(timeout=60)
+        future.result(timeout=HANG_SECONDS)
 
 
 def test_nothing_is_pickled_into_the_checkpoint(

@@ -14,6 +14,7 @@ from tests.support.frameworks.forked import Training, train_forked
 from tests.support.frameworks.megatron_parts import part
 from tests.support.frameworks.pages import script_of
 from tests.support.gpu import needs_gpu
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.shard_files import flip_bit
 
 import holdfast
@@ -91,7 +92,7 @@ def test_a_model_with_its_optimizer_loads_with_other_parallel_sizes(tmp_path: Pa
 
 
 def test_a_tensor_without_data_is_made_at_the_load(ckpt: holdfast.Checkpointer) -> None:
-    megatron.save(1, {"w": whole(5.0)}, ckpt).wait(timeout=60)
+    megatron.save(1, {"w": whole(5.0)}, ckpt).wait(timeout=HANG_SECONDS)
     loaded = megatron.load({"w": replace(whole(), data=None)}, ckpt)
     assert loaded is not None
     assert loaded["w"].tolist() == [[5.0] * 3] * 2
@@ -99,13 +100,13 @@ def test_a_tensor_without_data_is_made_at_the_load(ckpt: holdfast.Checkpointer) 
 
 def test_an_object_of_another_replica_is_not_saved(ckpt: holdfast.Checkpointer) -> None:
     state = {"w": whole(), "o": ShardedObject("o", 3, (1,), (0,), (0, 1))}
-    megatron.save(1, state, ckpt).wait(timeout=60)
+    megatron.save(1, state, ckpt).wait(timeout=HANG_SECONDS)
     with pytest.raises(StateMismatchError, match="the checkpoint has no megatron:object/o/0"):
         megatron.load(state, ckpt)
 
 
 def test_a_missing_tensor_is_named(ckpt: holdfast.Checkpointer) -> None:
-    megatron.save(1, {"w": whole()}, ckpt).wait(timeout=60)
+    megatron.save(1, {"w": whole()}, ckpt).wait(timeout=HANG_SECONDS)
     with pytest.raises(StateMismatchError, match="bias: the checkpoint has no tensor"):
         megatron.load({"b": replace(whole(), key="bias")}, ckpt)
 
@@ -119,7 +120,7 @@ def test_a_damaged_tensor_does_not_mix_two_steps(
         return {"w": large, "iteration": value}
 
     for step in (1, 2):
-        megatron.save(step, saved(step), ckpt).wait(timeout=60)
+        megatron.save(step, saved(step), ckpt).wait(timeout=HANG_SECONDS)
     ckpt.close()
     flip_bit(next(tmp_path.rglob("s000000000002-*/*.shard")), 700_000)
     with holdfast.Checkpointer(tmp_path / "ckpt") as again:

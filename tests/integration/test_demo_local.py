@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from demo.leftovers import marked
 from demo.local import memory_of
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +124,7 @@ def test_a_second_demo_is_refused_and_the_first_ends_what_it_started(folder: Pat
         assert first.poll() is None, text_of(folder)
         assert marked(folder) != []
         first.send_signal(signal.SIGINT)
-        assert first.wait(120) == 130, text_of(folder)
+        assert first.wait(HANG_SECONDS) == 130, text_of(folder)
     finally:
         first.kill()
         first.wait()
@@ -136,6 +137,6 @@ def test_a_folder_that_no_demo_made_is_not_deleted(folder: Path) -> None:
     folder.mkdir()
     (folder / "thesis.tex").write_text("mine")
     process = start(folder)
-    assert process.wait(120) == 1
+    assert process.wait(HANG_SECONDS) == 1
     assert "was not created by a demo" in text_of(folder)
     assert (folder / "thesis.tex").read_text() == "mine"

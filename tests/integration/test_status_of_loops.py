@@ -130,7 +130,7 @@ def test_the_status_is_true_while_it_runs_and_final_at_the_end(
     run.start()
     try:
         until(lambda: status_is(JobPhase.RUNNING, 0), "the first round to run", 600)
-        until(lambda: (run.cluster.job.status.last_committed_step or 0) >= 10, "a commit", 300)
+        until(lambda: (run.cluster.job.status.last_committed_step or 0) >= 10, "a commit")
         killed = pod_name("job", run.cluster.job.uid, 1, run.cluster.job.status.members[1])
         for pid in run.cluster.pods[killed].rank_pids():
             if failure is not None:

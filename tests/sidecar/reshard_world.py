@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource, build_manifest
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 from tests.support.shards.shard_files import flip_bit
@@ -242,10 +243,10 @@ class Gate:
     def wait(self) -> None:
         """Report that the thread is here, and block it until the gate opens."""
         self._reached.set()
-        assert self._open.wait(60)
+        assert self._open.wait(HANG_SECONDS)
 
     async def reached(self) -> None:
-        assert await asyncio.to_thread(self._reached.wait, 60)
+        assert await asyncio.to_thread(self._reached.wait, HANG_SECONDS)
 
     def open(self) -> None:
         self._open.set()

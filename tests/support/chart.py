@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.control_plane import find_binary
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "holdfast"
@@ -19,7 +20,7 @@ def run_helm(home: Path, *arguments: str, check: bool = True) -> subprocess.Comp
         [str(find_binary("helm")), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         env={
             "HOME": str(home),
             "HELM_CACHE_HOME": str(home),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.folders import write_checkpoint
 from tests.support.shards.placements import Tensor
 from tests.support.trainer.watched_sidecar import WatchedSidecar
@@ -25,7 +26,7 @@ def save(folder: Path, *steps: int) -> holdfast.Checkpointer:
     """Save some steps and return the open Checkpointer."""
     ckpt = holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9), when_busy="wait")
     for step in steps:
-        ckpt.save(step, {"weight": WEIGHT + step}).wait(timeout=60)
+        ckpt.save(step, {"weight": WEIGHT + step}).wait(timeout=HANG_SECONDS)
     return ckpt
 
 
@@ -38,9 +39,9 @@ def test_a_listing_has_every_committed_step_in_the_order_of_restores(tmp_path: P
     with holdfast.Checkpointer(holdfast.Folder(tmp_path, keep_last=9)) as ckpt:
         ckpt.restore(state)
         for step in (1, 2, 3):
-            ckpt.save(step, state).wait(timeout=60)
+            ckpt.save(step, state).wait(timeout=HANG_SECONDS)
         ckpt.restore(state, step=1)
-        ckpt.save(2, state).wait(timeout=60)
+        ckpt.save(2, state).wait(timeout=HANG_SECONDS)
         assert ckpt.list() == ((1, 0), (2, 0), (3, 0), (2, 1))
         assert ckpt.inspect().round == 1
         assert ckpt.inspect(3).round == 0
@@ -65,7 +66,7 @@ def test_a_deleted_step_and_its_shards_are_gone(tmp_path: Path) -> None:
             "s000000000003-r000000",
         ]
         # The run goes on, and saves the step again.
-        ckpt.save(4, {"weight": WEIGHT}).wait(timeout=60)
+        ckpt.save(4, {"weight": WEIGHT}).wait(timeout=HANG_SECONDS)
         assert [one.step for one in ckpt.list()] == [1, 3, 4]
 
 
@@ -93,7 +94,7 @@ def test_the_checkpoint_that_a_run_was_restored_from_is_not_deleted(tmp_path: Pa
     save(tmp_path, 1, 2).close()
     with holdfast.Checkpointer(holdfast.Folder(tmp_path, keep_last=9)) as training:
         assert training.restore({"weight": torch.zeros(12)}) == 2
-        training.save(3, {"weight": WEIGHT}).wait(timeout=60)
+        training.save(3, {"weight": WEIGHT}).wait(timeout=HANG_SECONDS)
         other = holdfast.Checkpointer(tmp_path)
         for ckpt in (training, other):
             with pytest.raises(
@@ -151,7 +152,7 @@ def test_a_kill_leaves_the_checkpoint_whole_or_absent_and_the_next_save_clears_t
             assert torch.equal(opened.at(step).tensors()["weight"].read(), WEIGHT + step)
     with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
         assert ckpt.restore({"weight": torch.zeros(12)}) == 3
-        ckpt.save(4, {"weight": WEIGHT}).wait(timeout=60)
+        ckpt.save(4, {"weight": WEIGHT}).wait(timeout=HANG_SECONDS)
     assert len(shards_of(folder / "tier/standalone")) == len(steps) + 1
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from tests.support.crash.failpoints import in_every_python
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import committed_step, persisters_of
 
 import holdfast
 from holdfast_core.errors import ConfigError
 
 FORK: ForkContext = multiprocessing.get_context("fork")
-_HANG_GUARD_SECONDS = 60.0
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def living_child() -> Iterator[Any]:
     child = FORK.Process(target=live, daemon=True)
     child.start()
     try:
-        assert began.wait(_HANG_GUARD_SECONDS)
+        assert began.wait(HANG_SECONDS)
         yield child
     finally:
         child.kill()
@@ -84,7 +84,7 @@ def test_the_persister_ends_with_its_trainer_although_a_child_lives(tmp_path: Pa
 
     def train() -> None:
         ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt")
-        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=_HANG_GUARD_SECONDS)
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
         child = os.fork()
         if child == 0:
             signal.pause()
@@ -101,7 +101,7 @@ def test_the_persister_ends_with_its_trainer_although_a_child_lives(tmp_path: Pa
         trainer.join()
         poller = select.poll()
         poller.register(watched, select.POLLIN)
-        assert poller.poll(1000 * _HANG_GUARD_SECONDS), "the persister lives on"
+        assert poller.poll(1000 * HANG_SECONDS), "the persister lives on"
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -119,7 +119,7 @@ def test_sigterm_ends_a_forked_child(tmp_path: Path, from_thread: bool) -> None:
         else:
             child = stack.enter_context(living_child())
         child.terminate()
-        child.join(_HANG_GUARD_SECONDS)
+        child.join(HANG_SECONDS)
         assert child.exitcode == -signal.SIGTERM
         assert not ckpt.stopping
         os.kill(os.getpid(), signal.SIGTERM)  # the handler of the parent is still installed
@@ -133,7 +133,7 @@ def test_a_handler_of_the_users_own_stays_in_the_child(tmp_path: Path) -> None:
         try:
             with living_child() as child:
                 child.terminate()
-                child.join(_HANG_GUARD_SECONDS)
+                child.join(HANG_SECONDS)
                 assert child.exitcode == 7
         finally:
             signal.signal(signal.SIGTERM, previous)
@@ -163,8 +163,8 @@ def test_a_child_that_leaves_the_block_closes_nothing(
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         written.touch()
-        handle.wait(timeout=_HANG_GUARD_SECONDS)
-        ckpt.save(2, {"t": torch.ones(4)}).wait(timeout=_HANG_GUARD_SECONDS)
+        handle.wait(timeout=HANG_SECONDS)
+        ckpt.save(2, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
     assert committed_step(tmp_path / "ckpt") == 2
 
 

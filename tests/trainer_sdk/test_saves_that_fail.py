@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.support import zygote
 from tests.support.crash.failpoints import failpoints, in_every_python
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import payload, rank_layout_and_plan
 from tests.support.trainer.launched import committed_step, persisters_of, until
 from tests.support.trainer.slot_files import all_taken, states_below
@@ -69,7 +70,7 @@ class Writer:
     def outcome(self, step: int) -> str:
         """Return "committed", or the reason why the step was not committed."""
         while True:
-            message = self.said.get(timeout=60)
+            message = self.said.get(timeout=HANG_SECONDS)
             if not message.failed and message.level is Level.LOCAL:
                 assert message.step == step
                 return "committed"
@@ -176,7 +177,7 @@ def test_a_killed_persister_loses_no_save(
     in_writers(monkeypatch, tmp_path, f"{where}=wait:{go}")
     go.touch()
     with holdfast.Checkpointer(dir=folder, on_save_error="raise") as ckpt:
-        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
         go.unlink()
         handle = ckpt.save(2, {"t": torch.full((4,), 2.0)})
         until(lambda: all_taken(memory), "the writer has it")
@@ -184,7 +185,7 @@ def test_a_killed_persister_loses_no_save(
             until(lambda: states_below(memory) == [SlotState.FREE] * 2, "freed")
         os.kill(writer_of(folder), signal.SIGKILL)
         go.touch()
-        handle.wait(timeout=60)
+        handle.wait(timeout=HANG_SECONDS)
     assert ckpt.saves_failed == 0
     assert ckpt.last_committed_step == committed_step(folder) == 2
 
@@ -198,7 +199,7 @@ def test_a_writer_that_cannot_come_back_does_not_hang_the_end(
     in_writers(monkeypatch, tmp_path, f"node.before_fsync=wait:{go}")
     go.touch()
     ckpt = holdfast.Checkpointer(dir=folder, on_save_error="raise")
-    ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+    ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
     go.unlink()
     ckpt.save(2, {"t": torch.ones(4)})
     until(
@@ -276,7 +277,7 @@ def test_a_step_that_is_saved_twice_is_durable_for_both(
         handles = [ckpt.save(1, {"t": torch.ones(4)}) for _ in range(2)]
         go.touch()
         for handle in handles:
-            handle.wait(timeout=60)
+            handle.wait(timeout=HANG_SECONDS)
     assert ckpt.saves_failed == 0
 
 
@@ -290,16 +291,16 @@ def test_a_step_that_is_saved_again_with_other_bytes_is_not_saved(
         first = ckpt.save(1, {"t": torch.ones(4)})
         others = [ckpt.save(1, {"t": torch.zeros(4)})]
         go.touch()
-        first.wait(timeout=60)
+        first.wait(timeout=HANG_SECONDS)
         others.append(ckpt.save(1, {"t": torch.zeros(4)}))
         for other in others:
             with pytest.raises(SaveFailedError, match="has saved step 1 with other bytes before"):
-                other.wait(timeout=60)
+                other.wait(timeout=HANG_SECONDS)
             assert not other.durable
         again = ckpt.save(1, {"t": torch.ones(4)})
-        again.wait(timeout=60)
+        again.wait(timeout=HANG_SECONDS)
         for step in (2, 3):  # the slots are free again
-            ckpt.save(step, {"t": torch.ones(4)}).wait(timeout=60)
+            ckpt.save(step, {"t": torch.ones(4)}).wait(timeout=HANG_SECONDS)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         state = {"t": torch.zeros(4)}
         assert ckpt.restore(state, step=1) == 1
@@ -331,7 +332,7 @@ def test_an_exception_of_the_script_is_not_hidden_by_a_failed_save(
     with pytest.raises(ZeroDivisionError), ckpt:
         handle = ckpt.save(1, {"t": torch.ones(4)})
         with pytest.raises(SaveFailedError):
-            handle.wait(timeout=60)
+            handle.wait(timeout=HANG_SECONDS)
         1 / 0  # noqa: B018
     assert ckpt.saves_failed == 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_core.api.base import ApiModel, ObjectMeta
 from holdfast_core.api.crd import KINDS, Kind, crd, structural_schema
@@ -105,6 +106,6 @@ def test_generated_files_are_up_to_date() -> None:
         [sys.executable, str(ROOT / "tools" / "generate.py"), "--check"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr

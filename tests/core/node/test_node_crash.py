@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, VARIABLE
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import (
     JOB_UID,
     BytesSource,
@@ -31,7 +32,7 @@ def crash(root: Path, what: str, point: str) -> None:
         env={**os.environ, VARIABLE: f"{point}=panic"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == PANIC_EXIT_CODE, done.stderr

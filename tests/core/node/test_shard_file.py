@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource, payload, shard_file, shard_header
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError
@@ -125,9 +126,9 @@ def test_one_of_two_writers_of_the_same_identity_is_refused(tier: DiskNodeTier) 
     first.other = second
     with ThreadPoolExecutor(2) as threads:
         winner = threads.submit(tier.write_shard, HEADER, first)
-        assert first.begun.wait(60)
+        assert first.begun.wait(HANG_SECONDS)
         late = threads.submit(tier.write_shard, HEADER, second)
-        record = winner.result(60)
+        record = winner.result(HANG_SECONDS)
         with pytest.raises(AlreadyExistsError):
-            late.result(60)
+            late.result(HANG_SECONDS)
     assert tier.list_shards() == (record,)

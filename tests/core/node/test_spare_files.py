@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.crash.failpoints import failpoints
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource, payload, shard_file, shard_header
 from tests.support.trainer.launched import until
 
@@ -261,6 +262,6 @@ def test_counts_of_two_threads_end_with_the_newer_number(tmp_path: Path) -> None
     budget.meanwhile = lambda: spares.put_aside(shard)
     spares.count()
     assert budget.other is not None
-    budget.other.result(60)
+    budget.other.result(HANG_SECONDS)
     budget.threads.shutdown()
     assert budget.spare_bytes == 1000

@@ -11,6 +11,7 @@ import pytest
 from tests.support import zygote
 from tests.support.clock import ManualClock
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, VARIABLE, failpoints
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import (
     JOB_UID,
     BytesSource,
@@ -170,7 +171,7 @@ def test_a_killed_deletion_is_repeated(root: Path, point: str) -> None:
         env={**os.environ, VARIABLE: f"{name}=panic" + (f"@{hit}" if hit else "")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == PANIC_EXIT_CODE, done.stderr

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 import holdfast_core.pacing
 from holdfast_core.ids import Rank, RestartRound, Step
@@ -136,6 +137,6 @@ def test_threads_wait_together(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_SECONDS)
     assert not any(thread.is_alive() for thread in threads)
     assert clock.now == pytest.approx(LONGEST_SECONDS, abs=0.05)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.peer.bulk_pair import (
     CLIENT,
     SIZE,
@@ -281,14 +282,14 @@ def test_a_request_that_gets_no_turn_is_refused_as_busy(
     class Slow(ScratchTier):
         def open_shard(self, ref: ShardRef) -> DiskShardReader:
             started_reading.set()
-            assert release.wait(60)
+            assert release.wait(HANG_SECONDS)
             return super().open_shard(ref)
 
     for pair in started(certificates, Slow(), limits):
         record = filled(pair.tier, 1000)
         first = threading.Thread(target=pair.copy, args=(ScratchTier(), record.ref))
         first.start()
-        assert started_reading.wait(60)
+        assert started_reading.wait(HANG_SECONDS)
         with pytest.raises(UnavailableError, match=r"1 requests of .* are in progress"):
             pair.copy(ScratchTier(), record.ref, attempts=1)
         release.set()

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.peer.bulk_pair import CLIENT, Handler, Pair, filled, started
 from tests.support.servers.flood import flood
 from tests.support.tiers.scratch import ScratchTier
@@ -31,7 +32,7 @@ HOUR = 3600.0
 def silent(port: int, count: int) -> Iterator[list[socket.socket]]:
     with ExitStack() as stack:
         yield [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS))
             for _ in range(count)
         ]
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.peer.bulk_pair import OPTIONS, SERVER, Handler
 
 from holdfast.testing import RangedStoreContract
@@ -81,7 +82,7 @@ def test_a_read_in_progress_ends_when_the_store_is_closed(
 
     def opened(key: str) -> OpenBytes:
         asked.set()
-        release.wait(60)
+        release.wait(HANG_SECONDS)
         return OpenBytes(b"")
 
     server = BulkServer(Handler(), opened, server_context(certificates[0]))
@@ -89,9 +90,9 @@ def test_a_read_in_progress_ends_when_the_store_is_closed(
     store = PeerStore(Peer("127.0.0.1", port, SERVER, client_context(certificates[1]), OPTIONS))
     with ThreadPoolExecutor(1) as helper:
         size = helper.submit(store.size, "a/one")
-        assert asked.wait(60)
+        assert asked.wait(HANG_SECONDS)
         store.close()
         with pytest.raises(UnavailableError, match="being closed"):
-            size.result(60)
+            size.result(HANG_SECONDS)
     release.set()
     server.close()

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import JOB_UID, manifest, shard_header
 from tests.support.shards.shard_files import write_shard
 from tests.support.tiers.objects import MemoryObjectStore
@@ -60,7 +61,7 @@ class Actor:
         )
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(self._stands, 60)
+            self._changed.wait_for(self._stands, HANG_SECONDS)
 
     @property
     def ended(self) -> bool:
@@ -74,12 +75,14 @@ class Actor:
                     return
                 self._permits = 1
                 self._changed.notify_all()
-                assert self._changed.wait_for(self._stands, 60), "the actor does not go on"
+                assert self._changed.wait_for(self._stands, HANG_SECONDS), (
+                    "the actor does not go on"
+                )
 
     def finish(self) -> None:
         while not self._ended:
             self.advance(1)
-        self._thread.join(60)
+        self._thread.join(HANG_SECONDS)
 
     def kill(self) -> None:
         """End the actor at the request before which it stands."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_core.errors import AccessDeniedError, HoldfastError, NotFoundError, UnavailableError
 from holdfast_core.store.s3.errors import Retrier, RetryPolicy
@@ -98,9 +99,9 @@ def test_a_stop_ends_a_wait_and_all_retries() -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert waiting.wait(60)
+    assert waiting.wait(HANG_SECONDS)
     stop.set()
-    thread.join(60)
+    thread.join(HANG_SECONDS)
     assert not thread.is_alive()
     assert len(raised) == 1
 

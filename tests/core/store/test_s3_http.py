@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_core.errors import (
     ConfigError,
@@ -132,7 +133,9 @@ def test_an_idle_connection_that_the_server_closed_is_not_used() -> None:
     with server(reply(OK), greet, reply(OK)) as endpoint:
         pool = pool_of(endpoint)
         assert put(pool, b"a") == (200, b"ok")
-        with socket.create_connection(split_endpoint(endpoint, secure=False), timeout=60) as other:
+        with socket.create_connection(
+            split_endpoint(endpoint, secure=False), timeout=HANG_SECONDS
+        ) as other:
             assert other.recv(1) == b"!"  # the server has closed the first connection before
         assert put(pool, b"b") == (200, b"ok")
 

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_core.errors import UnavailableError
 from holdfast_core.tiers.sources import run_all, submit, wait_all
@@ -17,10 +18,10 @@ def test_a_task_that_was_cancelled_in_the_queue_is_not_waited_for() -> None:
 
     def run() -> bool:
         begun.set()
-        return go_on.wait(60)
+        return go_on.wait(HANG_SECONDS)
 
     running, queued = submit(workers, run), submit(workers, int)
-    assert begun.wait(60)  # until then, the end of the pool would cancel it, too
+    assert begun.wait(HANG_SECONDS)  # until then, the end of the pool would cancel it, too
     workers.shutdown(wait=False, cancel_futures=True)
     go_on.set()
     wait_all([running, queued])

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from tests.support.frameworks.digest import digest_of
+from tests.support.hang import HANG_SECONDS
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -36,7 +37,7 @@ class Durable(holdfast.Checkpointer):
 
     def save(self, step: int, state: Mapping[str, Any]) -> holdfast.SaveHandle:
         handle = super().save(step, state)
-        handle.wait("local", timeout=120)
+        handle.wait("local", timeout=HANG_SECONDS)
         return handle
 
 

@@ -11,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
+from tests.support.hang import HANG_SECONDS
 
 import holdfast
 from holdfast.integrations import megatron
@@ -64,4 +65,4 @@ with holdfast.Checkpointer(
         loaded = megatron.load(state(is_loading=True), ckpt)
         gpt.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
-    megatron.save(step, state(), ckpt).wait(timeout=120)
+    megatron.save(step, state(), ckpt).wait(timeout=HANG_SECONDS)

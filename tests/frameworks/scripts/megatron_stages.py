@@ -13,6 +13,7 @@ import torch
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from tests.support.frameworks.megatron_parts import part
+from tests.support.hang import HANG_SECONDS
 
 import holdfast
 from holdfast.integrations import megatron
@@ -91,5 +92,5 @@ with holdfast.Checkpointer("ckpt", interval_steps=0, on_save_error="raise") as c
         loaded = megatron.load(state(0.0, is_new=False), ckpt)
         check(loaded)
     if save != "no":
-        megatron.save(int(save), state(1.0, is_new=True), ckpt).wait(timeout=120)
+        megatron.save(int(save), state(1.0, is_new=True), ckpt).wait(timeout=HANG_SECONDS)
 print("digest of nothing: the checks are above", flush=True)

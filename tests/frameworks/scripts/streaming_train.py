@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from streaming import StreamingDataLoader, StreamingDataset
 from streaming.base.util import clean_stale_shared_memory
+from tests.support.hang import HANG_SECONDS
 
 import holdfast
 
@@ -42,7 +43,7 @@ with (
             last = ckpt.save(step + 1, state)
         if step == killed_after and not killed.exists():
             assert last is not None
-            last.wait("local", timeout=120)
+            last.wait("local", timeout=HANG_SECONDS)
             dist.barrier()
             if rank == 0:
                 killed.touch()

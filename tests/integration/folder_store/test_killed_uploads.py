@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.crash.failpoints import VARIABLE, in_every_python
+from tests.support.hang import HANG_SECONDS
 
 import holdfast
 
@@ -36,7 +37,7 @@ def test_the_next_persister_completes_an_upload(
     with ckpt:
         for step in (1, 2):
             state["t"] += 1
-            ckpt.save(step, state).wait("persisted", timeout=120)
+            ckpt.save(step, state).wait("persisted", timeout=HANG_SECONDS)
     shutil.rmtree(folder)
     fresh = {"t": torch.zeros(50_000)}
     with holdfast.Checkpointer(holdfast.Folder(folder, store=any_url)) as again:

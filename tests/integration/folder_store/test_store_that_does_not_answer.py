@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.support import zygote
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.ports import free_port
 from tests.support.trainer.counted import Training
@@ -36,7 +37,7 @@ def saved(folder: Path, url: str, step: int) -> None:
         ckpt.restore(training.state)
         while training.done < step:
             training.step()
-        ckpt.save(step, training.state).wait("persisted", timeout=60)
+        ckpt.save(step, training.state).wait("persisted", timeout=HANG_SECONDS)
 
 
 def damage_newest(folder: Path) -> None:
@@ -66,7 +67,7 @@ def test_a_run_whose_folder_lacks_the_newest_step_waits_for_the_store_and_says_s
             assert "must not start from the beginning" in log.read_text()
             assert process.poll() is None
             server.revive()
-            assert process.wait(120) == 0
+            assert process.wait(HANG_SECONDS) == 0
         finally:
             process.kill()
             process.wait()
@@ -81,7 +82,7 @@ training = Training()
 with holdfast.Checkpointer(holdfast.Folder(sys.argv[1], store=sys.argv[2])) as ckpt:
     for step in (1, 2):
         training.step()
-        ckpt.save(step, training.state).wait("persisted", timeout=60)
+        ckpt.save(step, training.state).wait("persisted")
 """
 
 
@@ -122,10 +123,10 @@ def test_a_run_whose_folder_has_a_checkpoint_starts_without_the_store(
             assert ckpt.restore(training.state) == 1
             training.step()
             handle = ckpt.save(2, training.state)
-            handle.wait("local", timeout=60)
+            handle.wait("local", timeout=HANG_SECONDS)
             assert handle.level != "persisted"
             server.revive()
-            handle.wait("persisted", timeout=120)
+            handle.wait("persisted", timeout=HANG_SECONDS)
     assert capfd.readouterr().err.count("this run starts from step 1") == 1
 
 
@@ -142,18 +143,18 @@ def test_waits_end_for_uploads_that_are_not_reported_any_more(
         ckpt.restore(training.state)
         training.step()
         before = ckpt.save(2, training.state)
-        before.wait("local", timeout=60)
+        before.wait("local", timeout=HANG_SECONDS)
         assert ckpt.restore(training.state, step=1) == 1
         with pytest.raises(SaveFailedError, match="the ranks went back"):
-            before.wait("persisted", timeout=60)
+            before.wait("persisted", timeout=HANG_SECONDS)
         training.step()
         last = ckpt.save(2, training.state)
-        last.wait("local", timeout=60)
+        last.wait("local", timeout=HANG_SECONDS)
         persisters = persisters_of(os.getpid(), folder)
         assert persisters
         ckpt.close(wait=False)
         with pytest.raises(SaveFailedError, match="was closed"):
-            last.wait("persisted", timeout=60)
+            last.wait("persisted", timeout=HANG_SECONDS)
         assert last.failure is None  # the persister continues with the upload
         server.revive()
         until(lambda: not any(map(is_alive, persisters)), "the persister has ended")

@@ -9,6 +9,7 @@ import sys
 
 import torch
 from tests.support.frameworks.digest import digest_of
+from tests.support.hang import HANG_SECONDS
 from torch import distributed
 
 import holdfast
@@ -31,7 +32,7 @@ def main() -> None:
             model(torch.randn(8, 64)).square().mean().backward()
             optimizer.step()
             if step % 2 == 0:
-                ckpt.save(step, state).wait("persisted", timeout=120)
+                ckpt.save(step, state).wait("persisted", timeout=HANG_SECONDS)
             if rank == 0:
                 print("step", step, flush=True)
     digests = [""] * distributed.get_world_size()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.operator.operator_bed import OperatorBed
 from tests.support.servers.ports import free_port
 
@@ -69,7 +70,7 @@ def test_a_standby_takes_over_from_a_killed_leader_and_gives_the_lease_back_at_i
     first.until("it is a standby", lambda: "is a standby, operator-1 leads" in first.log())
     assert second.process is not None
     second.process.send_signal(signal.SIGTERM)
-    assert second.process.wait(timeout=120) == 0
+    assert second.process.wait(timeout=HANG_SECONDS) == 0
     assert "the lease is given back" in second.log()
     first.until("it leads", lambda: leads(first) == 1)
     assert_one_recovery(first)
@@ -92,6 +93,6 @@ def test_a_leader_that_was_frozen_ends_and_changes_nothing(
         assert_one_recovery(second)
     finally:
         first.process.send_signal(signal.SIGCONT)
-    assert first.process.wait(timeout=120) == 1
+    assert first.process.wait(timeout=HANG_SECONDS) == 1
     assert "operator-1 has taken it" in first.log()
     assert_one_recovery(second)

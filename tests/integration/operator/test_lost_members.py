@@ -140,7 +140,7 @@ def test_a_node_that_kubernetes_or_a_detector_gives_up_is_lost_without_its_lease
     found["status"]["conditions"] = conditions
     empty_bed.plane.request("PUT", f"{path}/status", found)
     empty_bed.kubelet.kill_sidecar(empty_bed.pod(1, 0))
-    empty_bed.until("round 1", lambda: empty_bed.status().get("restartRound") == 1, 180)
+    empty_bed.until("round 1", lambda: empty_bed.status().get("restartRound") == 1)
     status = empty_bed.status()
     assert status["recoveries"][-1]["reason"] == "NodeLost"
     assert status["members"] == [0, 1]

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.operator.operator_bed import DIGEST, OperatorBed, training, training_job
 
 from holdfast_core.ids import RestartRound, Step
@@ -34,7 +35,7 @@ def restore(bed: OperatorBed, target: str, *words: str) -> subprocess.CompletedP
         env={**os.environ, "KUBECONFIG": str(bed.plane.kubeconfig)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
 

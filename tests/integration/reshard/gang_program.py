@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from scenarios import SCENARIOS, Phase  # type: ignore[import-not-found]
+from tests.support.hang import HANG_SECONDS
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -179,7 +180,7 @@ def play(phase: Phase, before: Phase | None, rank: int, folder: Path, reference:
         data["position"] = rank + 100 * reference.steps
         own.manual_seed(rank)
         torch.rand(rank + 1, generator=own)
-        ckpt.save(reference.steps, state).wait("local", timeout=120)
+        ckpt.save(reference.steps, state).wait("local", timeout=HANG_SECONDS)
 
 
 def phase_process(name: str, number: int, rank: int, folder: Path) -> None:

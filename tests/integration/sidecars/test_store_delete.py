@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.hostile_s3 import Hang, HostileProxy
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.ports import free_port
@@ -128,9 +129,9 @@ def test_it_may_be_killed_at_any_request(bed: Bed, at: int) -> None:
         proxy.add(lambda _: len(proxy.requests) >= at, Hang())
         through = replace(bed.config, endpoint=proxy.endpoint)
         with start_command("delete", bed.folder, variables_of(wanted, through)) as child:
-            held = proxy.holding.wait(60)
+            held = proxy.holding.wait(HANG_SECONDS)
             child.send_signal(signal.SIGKILL)
-            assert child.wait(30) in (-signal.SIGKILL, 0)
+            assert child.wait(HANG_SECONDS) in (-signal.SIGKILL, 0)
         assert held, f"the command sent fewer than {at} requests"
     assert bed.intact(1)
     assert bed.run(wanted)[0] == 0

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.pki import Authority
 
 from holdfast_core.net import READ_BYTES, load_leaf, use_small_read_buffers
@@ -77,7 +78,7 @@ class BusyLoop:
     async def run(self) -> None:
         while True:
             if self._server.requested.is_set():
-                assert self._server.sent.wait(60)
+                assert self._server.sent.wait(HANG_SECONDS)
                 self.turns += 1
             await asyncio.sleep(0)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.support import zygote
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.ports import free_port
 
 from holdfast_operator.kube.api import USER_AGENT
@@ -122,7 +123,7 @@ def test_kopf_sends_no_request_and_a_signal_ends_the_process_at_once(
             time.sleep(0.05)
         time.sleep(1)  # kopf would call while the reflectors wait for their second attempt
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=HANG_SECONDS) == 0
     finally:
         process.kill()
         process.wait()
@@ -140,7 +141,7 @@ def test_a_start_that_fails_ends_the_process_at_once(
         port = str(taken.getsockname()[1])
         process = start(environment | {"HOLDFAST_HEALTH_PORT": port}, tmp_path / "log")
         try:
-            assert process.wait(timeout=60) == 1
+            assert process.wait(timeout=HANG_SECONDS) == 1
         finally:
             process.kill()
             process.wait()

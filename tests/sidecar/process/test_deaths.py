@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_core.peer.server import CONNECTION_THREAD
 from holdfast_core.tasks import Tasks
@@ -40,7 +41,7 @@ class Counted(list[str]):
         self._any.set()
 
     async def first(self) -> None:
-        await asyncio.wait_for(self._any.wait(), 60)
+        await asyncio.wait_for(self._any.wait(), HANG_SECONDS)
 
 
 async def installed() -> tuple[Deaths, Counted]:
@@ -53,14 +54,14 @@ async def installed() -> tuple[Deaths, Counted]:
 async def test_a_background_task_that_dies_is_fatal() -> None:
     deaths, counted = await installed()
     Tasks().spawn(task_fails(), "staging")
-    await asyncio.wait_for(deaths.fatal(), 60)
+    await asyncio.wait_for(deaths.fatal(), HANG_SECONDS)
     assert counted == ["task"]
 
 
 async def test_a_deferred_call_that_raises_is_fatal() -> None:
     deaths, counted = await installed()
     Tasks().soon(fails, "reply")
-    await asyncio.wait_for(deaths.fatal(), 60)
+    await asyncio.wait_for(deaths.fatal(), HANG_SECONDS)
     assert counted == ["task"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.lifecycle_bed import SlowNode, World
 from tests.support.sidecar.rounds import round_message
 from tests.support.tiers.faulty import Fault, Faults, Faulty
@@ -37,7 +38,7 @@ async def test_round_of_the_old_round_does_not_unseal_the_new_one(
 ) -> None:
     world = World(slow, tmp_path)
     late = asyncio.create_task(world.lifecycle.round(OPERATOR, second_message(4)))
-    assert await asyncio.to_thread(slow.writing.wait, 120)
+    assert await asyncio.to_thread(slow.writing.wait, HANG_SECONDS)
     seal = asyncio.create_task(world.lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
     await asyncio.sleep(0)  # the seal takes effect in memory at its first turn
     assert world.current.state.round == 5
@@ -95,7 +96,7 @@ async def test_an_inventory_from_before_the_end_of_a_seal_does_not_carry_its_rou
     def list_shards() -> list[Any]:
         first = not listing.is_set()
         listing.set()
-        assert not first or go_on.wait(120)
+        assert not first or go_on.wait(HANG_SECONDS)
         return []
 
     slow.list_shards = list_shards
@@ -105,7 +106,7 @@ async def test_an_inventory_from_before_the_end_of_a_seal_does_not_carry_its_rou
     world.stager.wait = writes_end.wait
     seal = asyncio.create_task(world.lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
     early = asyncio.create_task(world.lifecycle.inventory())
-    await asyncio.to_thread(listing.wait, 120)
+    await asyncio.to_thread(listing.wait, HANG_SECONDS)
     writes_end.set()
     assert (await seal).round == 5
     go_on.set()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.sidecar.one_rank import DOCUMENT, MANIFEST
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import JOB
 from tests.support.sidecar.lifecycle_bed import SlowNode, World
 from tests.support.sidecar.rounds import accepted, round_message
@@ -97,6 +98,6 @@ async def test_a_store_that_is_down_is_asked_again(node: SlowNode, tmp_path: Pat
 
 async def test_a_job_without_a_store_has_no_list(node: SlowNode, tmp_path: Path) -> None:
     world = World(node, tmp_path)
-    found = await asyncio.wait_for(world.lifecycle.seal(OPERATOR, LOOK), 30)
+    found = await asyncio.wait_for(world.lifecycle.seal(OPERATOR, LOOK), HANG_SECONDS)
     assert found.stored is None
     world.pools.close()

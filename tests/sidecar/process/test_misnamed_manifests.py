@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.sidecar.one_rank import DOCUMENT, HEADER, MANIFEST, PAYLOAD, rehydrator_of
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import JOB, BytesSource
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.scratch import ScratchTier
@@ -46,7 +47,7 @@ def tried(point: RestorePoint, node: ScratchTier) -> str:
         rehydrator = rehydrator_of(state, node, Liars(), pools, clock, changed.set)
         rehydrator.begin(held)
         try:
-            await asyncio.wait_for(changed.wait(), 60)
+            await asyncio.wait_for(changed.wait(), HANG_SECONDS)
             assert rehydrator.restored is None
             return rehydrator.failures.text
         finally:

@@ -18,6 +18,7 @@ from tests.sidecar.one_rank import (
     rehydrator_of,
 )
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import (
     JOB,
     BytesSource,
@@ -137,7 +138,7 @@ async def test_a_store_that_stays_away_is_reported_and_called_again() -> None:
 async def test_a_final_failure_is_reported_at_once(final: HoldfastError) -> None:
     async with running(final) as world:
         world.rehydrator.begin(ROUND)
-        await asyncio.wait_for(world.changed.wait(), 120)
+        await asyncio.wait_for(world.changed.wait(), HANG_SECONDS)
         assert "rank 0: not in the node tier" in world.rehydrator.failures.text
         assert str(final) in world.rehydrator.failures.text
         assert not world.rehydrator.failures.may_pass

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.shards.shard_files import flip_bit
 from tests.support.sidecar.flows import AcceptingMember, running_flow
@@ -141,14 +142,14 @@ async def test_a_shard_that_is_read_again_delays_no_seal(tmp_path: Path) -> None
 
         def slow(ref: ShardRef) -> DiskShardReader:
             reads.set()
-            assert go_on.wait(60)
+            assert go_on.wait(HANG_SECONDS)
             return opened(ref)
 
         world.node.open_shard = slow  # type: ignore[method-assign]
         world.flow.add(own_shard(record, committed=True))
-        assert await asyncio.to_thread(reads.wait, 60)
+        assert await asyncio.to_thread(reads.wait, HANG_SECONDS)
         try:
-            await asyncio.wait_for(world.pools.read.run(len, ()), 10)
+            await asyncio.wait_for(world.pools.read.run(len, ()), HANG_SECONDS)
         finally:
             go_on.set()
         await world.until_idle()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
@@ -72,7 +73,7 @@ class Owner:
         self.started.release()
         may_go_on()
         if member.pod == OWNER.pod:
-            assert self.may_end.wait(60)
+            assert self.may_end.wait(HANG_SECONDS)
         may_go_on()
         if self.error is not None:
             raise self.error
@@ -103,7 +104,7 @@ class World:
         return asyncio.create_task(self.copies.take(OWNER, CopyRequest(ROUND, ref, layout)))
 
     async def until_started(self) -> None:
-        assert await asyncio.to_thread(self.owner.started.acquire, timeout=60)
+        assert await asyncio.to_thread(self.owner.started.acquire, timeout=HANG_SECONDS)
 
 
 @asynccontextmanager

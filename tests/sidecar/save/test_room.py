@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar import FakeRank, until
 from tests.support.sidecar.contracts import contract_with
@@ -132,7 +133,7 @@ class FullOnce(ScratchTier):
         self.writes += 1
         if self.writes == 1:
             raise CapacityError("no room")
-        assert self.let.wait(120)
+        assert self.let.wait(HANG_SECONDS)
         return super().write_shard(header, source)
 
 

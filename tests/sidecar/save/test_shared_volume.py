@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import JOB_UID, rank_layout
 from tests.support.sidecar.contracts import contract_with
 from tests.support.tiers.scratch import ScratchTier
@@ -33,7 +34,6 @@ from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.process.app import start_sidecar
 from holdfast_sidecar.wire.intake import Intake, LocalConnections
 
-GUARD_SECONDS = 60
 COMMITTED = b"bytes of a committed shard" * 1000
 SLOT = "rank000000.0.slot"
 NOTE = SlotNote(Stage(RestartRound(0), Step(3), Rank(0), SLOT, 5, digest_of(b"layout")), 2)
@@ -74,7 +74,7 @@ def within_guard(call: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(GUARD_SECONDS)
+    thread.join(HANG_SECONDS)
     assert result, "the call still waits"
     value, error = result[0]
     if error is not None:

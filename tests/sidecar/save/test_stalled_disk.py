@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.ranks import FakeRank
 from tests.support.sidecar.rounds import accepted, round_message
@@ -36,7 +37,7 @@ class HangingNode(ScratchTier):
 
     def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
         source.read_into(0, memoryview(bytearray(header.payload_bytes // 2)))
-        assert self.go_on.wait(120)
+        assert self.go_on.wait(HANG_SECONDS)
         return super().write_shard(header, source)
 
 
@@ -67,7 +68,7 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
     rank = FakeRank(tmp_path, JOB, 0, 0)
     await stager.stage(lambda: state, rank.fill(7, PAYLOAD))
 
-    await asyncio.wait_for(reported.wait(), 120)
+    await asyncio.wait_for(reported.wait(), HANG_SECONDS)
     # The first reports may arrive before the write has begun.
     half = f"{len(PAYLOAD) // 2} of {len(PAYLOAD)} bytes"
     await until(lambda: half in message_of(failures), "a report of the half that was written")
@@ -77,7 +78,7 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
     assert rank.header(rank.names[0]).state is SlotState.OWNED, "the bytes may still be read"
 
     node.go_on.set()
-    await asyncio.wait_for(written.wait(), 120)
+    await asyncio.wait_for(written.wait(), HANG_SECONDS)
     (outcome,) = outcomes
     assert outcome.record is not None
     assert failures.current == ()
@@ -157,7 +158,7 @@ class HangingReadBack(ScratchTier):
     def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
         source.read_into(0, memoryview(bytearray(header.payload_bytes)))
         source.verified(header.payload_bytes // 2)
-        assert self.go_on.wait(120)
+        assert self.go_on.wait(HANG_SECONDS)
         return super().write_shard(header, source)
 
 
@@ -171,11 +172,11 @@ async def test_the_read_back_of_a_write_counts_as_progress(tmp_path: Path) -> No
     stager = stager_of(settings, state, node, pools, failures)
     stager.ended.subscribe(lambda outcome: written.set())
     await stager.stage(lambda: state, FakeRank(tmp_path, JOB, 0, 0).fill(7, PAYLOAD))
-    await asyncio.wait_for(reported.wait(), 120)
+    await asyncio.wait_for(reported.wait(), HANG_SECONDS)
     size = len(PAYLOAD)
     half = f"{size // 2} of them read back"
     await until(lambda: half in message_of(failures), "a report of the half that was read back")
     assert f"{size} of {size} bytes were written" in message_of(failures)
     node.go_on.set()
-    await asyncio.wait_for(written.wait(), 120)
+    await asyncio.wait_for(written.wait(), HANG_SECONDS)
     pools.close()

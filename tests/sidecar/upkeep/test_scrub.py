@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, fetcher_of
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import JOB, BytesSource
 from tests.support.shards.shard_files import flip_bit
 from tests.support.sidecar.contracts import contract_with
@@ -371,7 +372,7 @@ async def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) ->
     try:
         await asyncio.sleep(0)
         clock.advance(0.1)
-        await asyncio.wait_for(asked.wait(), 60)
+        await asyncio.wait_for(asked.wait(), HANG_SECONDS)
         assert world.counted(SCRUBBED) == documents
         world.is_busy = False
         async with asyncio.timeout(60):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.sidecar.waiting import until
@@ -62,7 +63,7 @@ async def test_a_worker_waits_until_there_is_a_plan_that_it_lacks() -> None:
     waiting = asyncio.create_task(board.newer(Worker(4), "a", 2, 3600))
     await asyncio.sleep(0)
     board.close()
-    await asyncio.wait_for(waiting, 60)
+    await asyncio.wait_for(waiting, HANG_SECONDS)
 
 
 # --------------------------------------------------------------------------- a worker that follows

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.support.hang import HANG_SECONDS
+
 from holdfast_sidecar.wire.server import BUNDLE_SECONDS, Versioned
 
 
@@ -13,7 +15,7 @@ async def test_a_poll_returns_on_an_urgent_change() -> None:
     poll = asyncio.create_task(level.wait_above(before, 3600))
     await asyncio.sleep(0)
     assert level.bump(urgent=True) == before + 1
-    await asyncio.wait_for(poll, 120)
+    await asyncio.wait_for(poll, HANG_SECONDS)
 
 
 async def test_changes_that_are_not_urgent_are_bundled() -> None:
@@ -22,7 +24,7 @@ async def test_changes_that_are_not_urgent_are_bundled() -> None:
     for _ in range(100):
         level.bump(urgent=False)
     assert level.version == before
-    await asyncio.wait_for(level.wait_above(before, 3600), 120)
+    await asyncio.wait_for(level.wait_above(before, 3600), HANG_SECONDS)
     assert level.version == before + 1
 
 
@@ -34,7 +36,7 @@ async def test_only_versions_that_this_process_delivered_are_acknowledged() -> N
     level.acknowledge(57)
     assert not level.acknowledged(finished)
     assert level.version > 57
-    await asyncio.wait_for(level.wait_above(57, 3600), 120)
+    await asyncio.wait_for(level.wait_above(57, 3600), HANG_SECONDS)
     level.delivered(level.version)
     level.acknowledge(level.version)
     assert level.acknowledged(finished)
@@ -45,7 +47,7 @@ async def test_the_end_of_a_life_answers_everybody() -> None:
     poll = asyncio.create_task(level.wait_above(level.version, 3600))
     await asyncio.sleep(0)
     level.close()
-    await asyncio.wait_for(poll, 120)
+    await asyncio.wait_for(poll, HANG_SECONDS)
 
 
 async def test_the_operator_chooses_how_long_other_changes_are_bundled() -> None:
@@ -59,4 +61,4 @@ async def test_the_operator_chooses_how_long_other_changes_are_bundled() -> None
     assert level.version == before + 1, "an urgent change does not"
     level.bundle_for(0)
     level.bump(urgent=False)
-    await asyncio.wait_for(level.wait_above(before + 1, 3600), 120)
+    await asyncio.wait_for(level.wait_above(before + 1, 3600), HANG_SECONDS)

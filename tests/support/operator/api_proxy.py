@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import yaml
 from aiohttp import web
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.control_plane import ControlPlane
 from tests.support.servers.ports import free_port
 
@@ -433,7 +434,7 @@ class ApiProxy:
         do(rule)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(HANG_SECONDS)
 
 
 def _reset(request: web.Request) -> web.Response:

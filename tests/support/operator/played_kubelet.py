@@ -15,6 +15,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tests.support.hang import HANG_SECONDS
 from tests.support.operator.served_sidecar import ServedSidecar
 from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 from tests.support.servers.ports import free_address
@@ -211,7 +212,7 @@ class PlayedKubelet:
         return sidecar
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(HANG_SECONDS)
 
 
 async def _drained() -> None:

@@ -26,13 +26,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from cryptography.hazmat.primitives.asymmetric import rsa
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.pki import Authority
 from tests.support.servers.ports import free_port
 from tests.support.servers.settings import find_tool, testbed_dir
 
 from holdfast_core.errors import ConfigError, HoldfastError
 
-_READY_WITHIN_SECONDS = 120.0
+_READY_WITHIN_SECONDS = HANG_SECONDS
 
 
 class ControlPlaneError(HoldfastError):
@@ -195,7 +196,7 @@ class ControlPlane:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG_SECONDS,
             env={"HOME": str(self.dir), "PATH": "/usr/bin:/bin"},
         )
         if not check:
@@ -236,7 +237,7 @@ class ControlPlane:
         )
         context = ssl.create_default_context(cafile=str(self.dir / "ca.crt"))
         try:
-            with urllib.request.urlopen(request, timeout=120, context=context) as reply:
+            with urllib.request.urlopen(request, timeout=HANG_SECONDS, context=context) as reply:
                 text = reply.read().decode()
         except urllib.error.HTTPError as error:
             answer = error.read().decode(errors="replace")

@@ -8,6 +8,8 @@ import random
 import socket
 from contextlib import ExitStack
 
+from tests.support.hang import HANG_SECONDS
+
 _FIRST, _LAST = 10_000, 29_999
 """Range of ports below the ephemeral ports (from 32768) and the node ports (from 30000). An ephemeral port
 could be taken by an outgoing connection before a server binds it, or binds it again after a restart."""
@@ -58,7 +60,9 @@ def silent_connections(
     """Open connections to a port of this machine that send `text` and nothing more."""
     found = []
     for _ in range(count):
-        sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+        sock = stack.enter_context(
+            socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS)
+        )
         if text:
             with contextlib.suppress(OSError):
                 sock.sendall(text)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from minio import Minio
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.credentials import StaticCredentials
 from tests.support.servers.ports import free_port
 from tests.support.servers.settings import TESTBED_DIR_VARIABLE, find_tool, testbed_dir
@@ -32,7 +33,7 @@ from holdfast_core.store.s3.http import Timeouts
 ACCESS_KEY = "holdfast-test"
 SECRET_KEY = "holdfast-test-secret"
 REGION = "us-east-1"
-START_SECONDS = 120.0
+START_SECONDS = HANG_SECONDS
 
 
 class ServerUnavailableError(AssertionError):

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support.hang import HANG_SECONDS
+
 from holdfast_core.store.s3.credentials import Keys
 
-DEADLINE_SECONDS = 240
+DEADLINE_SECONDS = HANG_SECONDS
 
 
 def write_keys(folder: Path, keys: Keys) -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import first_round
 
@@ -24,7 +25,7 @@ from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.save.flow import Flow
 from holdfast_sidecar.wire.bulk import Members
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = HANG_SECONDS
 
 
 class AcceptingMember:

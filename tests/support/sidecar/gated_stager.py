@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.ranks import rank_document
 from tests.support.sidecar.rounds import first_round
@@ -52,7 +53,7 @@ class GatedTier(DiskNodeTier):
     def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
         self.begun.append(header.step)
         with self._changed:
-            assert self._changed.wait_for(lambda: header.step in self._open, 120)
+            assert self._changed.wait_for(lambda: header.step in self._open, HANG_SECONDS)
         if header.step in self.fails:
             raise UnavailableError(f"step {header.step}: the disk fails")
         return super().write_shard(header, source)
@@ -137,7 +138,7 @@ class World:
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._changed.clear()
-            await asyncio.wait_for(self._changed.wait(), 120)
+            await asyncio.wait_for(self._changed.wait(), HANG_SECONDS)
 
     def slots(self) -> list[SlotState]:
         states = []

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.contracts import contract_with
 
 from holdfast_core.ids import JobUid, RestartRound, ShardRef, Worker
@@ -52,7 +53,7 @@ class SlowNode:
 
     def _write(self, round_: RestartRound, version: int) -> None:
         self.writing.set()
-        assert self.go_on.wait(120)
+        assert self.go_on.wait(HANG_SECONDS)
         self._write_round(round_, version)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.hang import HANG_SECONDS
+
 from holdfast_core.clock import SystemClock
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = HANG_SECONDS
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import obstore
+from tests.support.hang import HANG_SECONDS
 
 from holdfast.testing.object_store_contract import payload
 from holdfast_core.contract import StoreConfig
@@ -36,7 +37,7 @@ def killed_at(config: StoreConfig, keys: Path, key: str, size: int, where: str, 
             child.stdin.write("\n")
             child.stdin.flush()
         child.send_signal(signal.SIGKILL)
-        assert child.wait(30) == -signal.SIGKILL
+        assert child.wait(HANG_SECONDS) == -signal.SIGKILL
 
 
 def say(what: str) -> None:

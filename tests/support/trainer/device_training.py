@@ -9,6 +9,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
 from tests.support.trainer.slot_files import SlotCopy, slot_of, slots_below
 from tests.support.trainer.watched_sidecar import WatchedSidecar
@@ -21,7 +22,7 @@ from holdfast_core.errors import DeviceError
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.slot_file import SlotHeader
 
-_STUCK_SECONDS = 120.0
+_STUCK_SECONDS = HANG_SECONDS
 
 
 class FakeDevice:

@@ -25,7 +25,7 @@ from tests.support.zygote.launcher import connection_of_launcher
 from holdfast.base.settings import current_environment
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = HANG_SECONDS) -> None:
     """Poll until `condition` is true. Raises AssertionError that names `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.hang import HANG_SECONDS
+
 from holdfast.testing import FakeSidecar
 from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import (
@@ -68,7 +70,7 @@ class WatchedSidecar(FakeSidecar):
         self,
         condition: Callable[[LauncherState], object],
         what: str,
-        timeout_seconds: float = 120.0,
+        timeout_seconds: float = HANG_SECONDS,
     ) -> LauncherState:
         """Wait for a state of the launcher that meets a condition, and return the newest one.
 
@@ -93,7 +95,9 @@ class WatchedSidecar(FakeSidecar):
         with self._condition:
             return [message for message in self.received if isinstance(message, kind)]
 
-    def wait_for(self, kind: type[Any], count: int = 1, timeout_seconds: float = 120.0) -> Any:
+    def wait_for(
+        self, kind: type[Any], count: int = 1, timeout_seconds: float = HANG_SECONDS
+    ) -> Any:
         """Wait for the count-th message of a type and return it. Raises AssertionError at the time-out."""
         with self._condition:
             came = self._condition.wait_for(

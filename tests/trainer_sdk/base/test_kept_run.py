@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, failpoints, in_every_python
+from tests.support.hang import HANG_SECONDS
 
 from holdfast.base.kept_run import kept_run_id
 from holdfast_core.errors import CorruptionError, HoldfastError
@@ -53,7 +54,7 @@ def test_a_kill_while_it_is_created_leaves_none_or_a_whole_one(tmp_path: Path, p
         env={**os.environ, **in_every_python(tmp_path, f"{point}=panic")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert killed.returncode == PANIC_EXIT_CODE, killed.stderr

@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.support import zygote
 from tests.support.crash.failpoints import in_every_python
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.dict_store import DictStore
 from tests.support.trainer.launched import committed_step, until
 
@@ -31,7 +32,7 @@ from holdfast_core.ids import Rank
 TRAIN = """
 import sys, time, numpy as np, holdfast
 with holdfast.Checkpointer(dir=sys.argv[1]) as ckpt:
-    ckpt.save(1, {"t": np.ones(4)}).wait("local", timeout=60)
+    ckpt.save(1, {"t": np.ones(4)}).wait("local")
     print("saved", flush=True)
     sys.stdin.read()
 """
@@ -79,7 +80,7 @@ def test_a_second_training_is_warned_at_opening_and_refused_at_its_first_save(
         assert second.saves_failed == 0
         first.send_signal(signal.SIGKILL)
         first.communicate()
-        second.save(2, found).wait(timeout=60)
+        second.save(2, found).wait(timeout=HANG_SECONDS)
     assert committed_step(tmp_path / "ckpt") == 2
 
 
@@ -88,7 +89,7 @@ def test_a_folder_can_be_used_again_after_its_training_ended(
 ) -> None:
     for step in (1, 2):
         with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
-            ckpt.save(step, state()).wait(timeout=60)
+            ckpt.save(step, state()).wait(timeout=HANG_SECONDS)
     assert "in use" not in caplog.text
     assert not (tmp_path / "ckpt/training.lock").exists()
 
@@ -99,7 +100,7 @@ def test_a_second_training_of_the_same_process_is_refused(tmp_path: Path) -> Non
         holdfast.Checkpointer(dir=tmp_path / "ckpt") as first,
         holdfast.Checkpointer(dir=tmp_path / "ckpt") as second,
     ):
-        first.save(1, state()).wait(timeout=60)
+        first.save(1, state()).wait(timeout=HANG_SECONDS)
         with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* one run at a time"):
             second.save(2, state())
         first.close()
@@ -107,7 +108,7 @@ def test_a_second_training_of_the_same_process_is_refused(tmp_path: Path) -> Non
             second.save(2, state())
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as third:
         assert third.restore(state()) == 1
-        third.save(2, state()).wait(timeout=60)
+        third.save(2, state()).wait(timeout=HANG_SECONDS)
 
 
 @pytest.mark.fault("A preempted run commits its last step while its successor opens the folder")
@@ -117,7 +118,7 @@ def test_a_save_between_the_choice_and_the_end_of_opening_is_not_hidden(
     """A preempted run commits its last step while its successor opens the folder."""
     folder, go = tmp_path / "ckpt", tmp_path / "go"
     first = holdfast.Checkpointer(dir=folder)
-    first.save(1, state(1)).wait(timeout=60)
+    first.save(1, state(1)).wait(timeout=HANG_SECONDS)
     rules = in_every_python(tmp_path, f"persister.started=wait:{go}")
     for name, value in rules.items():
         monkeypatch.setenv(name, value)
@@ -126,10 +127,10 @@ def test_a_save_between_the_choice_and_the_end_of_opening_is_not_hidden(
         opening = thread.submit(second.open)
         # The second run claims its writer after it has chosen step 1.
         until(lambda: len(list(folder.glob("processes/*.writer"))) == 2, "it has chosen")
-        first.save(2, state(2)).wait(timeout=60)
+        first.save(2, state(2)).wait(timeout=HANG_SECONDS)
         first.close()
         go.touch()
-        opening.result(timeout=60)
+        opening.result(timeout=HANG_SECONDS)
     found = state()
     assert second.restore(found) == 1
     with pytest.raises(ConfigError, match="has saved step 2 since this one opened"):
@@ -138,7 +139,7 @@ def test_a_save_between_the_choice_and_the_end_of_opening_is_not_hidden(
     with holdfast.Checkpointer(dir=folder) as third:
         assert third.restore(found) == 2
         assert found["t"][0] == 2
-        third.save(3, found).wait(timeout=60)
+        third.save(3, found).wait(timeout=HANG_SECONDS)
 
 
 def place(folder: Path, store: GangStore | None = None, rank: int = 0) -> FolderPlace:
@@ -178,7 +179,7 @@ def test_every_rank_of_the_second_gang_gets_the_same_error(tmp_path: Path) -> No
 def saves_again(ckpt: holdfast.Checkpointer) -> None:
     for step in range(2, 50):
         with contextlib.suppress(SaveFailedError):
-            ckpt.save(step, state()).wait(timeout=60)
+            ckpt.save(step, state()).wait(timeout=HANG_SECONDS)
             return
     raise AssertionError("no save into the folder became durable")
 
@@ -190,7 +191,7 @@ def saves_again(ckpt: holdfast.Checkpointer) -> None:
 def test_a_training_locks_its_folder_again_after_a_deletion(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as first:
-        first.save(1, state()).wait(timeout=60)
+        first.save(1, state()).wait(timeout=HANG_SECONDS)
         if what:
             (folder / what).unlink()
         else:
@@ -208,11 +209,11 @@ def test_a_training_does_not_save_into_a_folder_that_another_training_uses(tmp_p
     """The folder was deleted, and the other training started before the first one saved again."""
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as first:
-        first.save(1, state()).wait(timeout=60)
+        first.save(1, state()).wait(timeout=HANG_SECONDS)
         shutil.rmtree(folder)
         second = training(folder)
         with pytest.raises(SaveFailedError, match=rf"process {second.pid} on \S+ trains in it"):
-            first.save(2, state()).wait(timeout=60)
+            first.save(2, state()).wait(timeout=HANG_SECONDS)
         assert first.saves_failed == 1
     assert committed_step(folder) == 1, "the other training's"
     with (
@@ -265,7 +266,7 @@ def without_rights(*command: str) -> list[str]:
 def test_a_folder_that_cannot_be_written_can_be_restored_from(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as ckpt:
-        ckpt.save(1, state(1)).wait(timeout=60)
+        ckpt.save(1, state(1)).wait(timeout=HANG_SECONDS)
     before = sorted(folder.rglob("*"))
     directories = [folder, *(p for p in folder.rglob("*") if p.is_dir())]
     for directory in directories:
@@ -276,7 +277,7 @@ def test_a_folder_that_cannot_be_written_can_be_restored_from(tmp_path: Path) ->
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=HANG_SECONDS,
         )
     finally:
         for directory in directories:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
 
 from holdfast.connection.link import PERSISTER_PAUSE_SECONDS, Link, OpenedFile, pauses
@@ -146,14 +147,14 @@ def test_an_exception_does_not_end_the_thread(
         first = link.submit(Restore(ROUND, Rank(0)))
         first.add_done_callback(raise_it)
         answer(connection)
-        first.result(60)
+        first.result(HANG_SECONDS)
     if where == "push":
         send_frame(connection, Plan(ROUND, save_from=Step(1)), 0)
     send_frame(connection, Plan(ROUND, save_from=Step(2)), 0)
     until(lambda: [m.save_from for m in events.pushed] == [2], "the next push")
     last = link.submit(Restore(ROUND, Rank(0)))
     answer(connection)
-    assert last.result(60) == RestoreReply(RestorePoint(Step(7), ROUND))
+    assert last.result(HANG_SECONDS) == RestoreReply(RestorePoint(Step(7), ROUND))
 
 
 @pytest.mark.fault("The opening of the connection raises what no code expects")
@@ -227,7 +228,7 @@ def test_a_reply_brings_its_open_file(
             socket.send_fds(connection, [data[:1]], [file.fileno()])
         connection.sendall(data[1:])
     for reply in replies:
-        opened = reply.result(60)
+        opened = reply.result(HANG_SECONDS)
         assert isinstance(opened, OpenedFile)
         assert opened.file == ATTACHED
         assert os.pread(opened.fd, 100, 0) == b"payload"
@@ -245,7 +246,7 @@ def test_a_reply_without_its_open_file_ends_the_connection(
     assert frame is not None
     send_frame(connection, ATTACHED, frame.id)
     with pytest.raises(UnavailableError, match="carries no open file"):
-        reply.result(60)
+        reply.result(HANG_SECONDS)
 
 
 @pytest.mark.fault("A connection ends between an open file and its frame")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, in_every_python
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.folders import damage, write_checkpoint
 from tests.support.shards.placements import Tensor
 
@@ -224,7 +225,7 @@ def test_a_merge_is_imported_and_trained_from(
         for step in (1, 3):
             with torch.no_grad():
                 net.weight.fill_(step)
-            ckpt.save(step, state).wait(timeout=60)
+            ckpt.save(step, state).wait(timeout=HANG_SECONDS)
     folder = tmp_path / "ckpt"
     assert merge(f"{folder}@1", folder, "--method", "mean", "--to", tmp_path / "out") == 0
     out = capsys.readouterr().out
@@ -253,7 +254,9 @@ def reported(tmp_path: Path) -> Path:
             (3, {"loss": 0.25, "acc": 3}),
         ):
             ckpt.report(**metrics)
-            ckpt.save(step, {"model": {"w": torch.full((2,), float(step))}}).wait(timeout=60)
+            ckpt.save(step, {"model": {"w": torch.full((2,), float(step))}}).wait(
+                timeout=HANG_SECONDS
+            )
         state = {"model": {"w": torch.zeros(2)}}
         ckpt.restore(state)  # as without metrics
     assert state["model"]["w"].tolist() == [3.0, 3.0]
@@ -387,7 +390,7 @@ def test_a_metric_without_a_weight_is_refused(
     with holdfast.Checkpointer(tmp_path / "ckpt", when_busy="wait") as ckpt:
         for step in (1, 2):
             ckpt.report(loss=value)
-            ckpt.save(step, {"model": {"w": torch.ones(2)}}).wait(timeout=60)
+            ckpt.save(step, {"model": {"w": torch.ones(2)}}).wait(timeout=HANG_SECONDS)
     sources = [f"{tmp_path / 'ckpt'}@{step}" for step in (1, 2)]
     assert merge(*sources, "--method", "metric:loss", "--to", tmp_path / "out") == 2
     assert f"metric 'loss' is {value!r}: expected a value above 0" in capsys.readouterr().err
@@ -399,7 +402,7 @@ def test_a_type_that_cannot_be_merged_is_refused(
 ) -> None:
     with holdfast.Checkpointer(tmp_path / "ckpt", when_busy="wait") as ckpt:
         for step in (1, 2):
-            ckpt.save(step, {"model": {"w": torch.ones(2).to(kind)}}).wait(timeout=60)
+            ckpt.save(step, {"model": {"w": torch.ones(2).to(kind)}}).wait(timeout=HANG_SECONDS)
     sources = [f"{tmp_path / 'ckpt'}@{step}" for step in (1, 2)]
     assert merge(*sources, "--method", "mean", "--to", tmp_path / "out") == 1
     name = str(kind).removeprefix("torch.")

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tests.support import zygote
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, in_every_python
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.folders import damage, write_checkpoint
 from tests.support.shards.placements import Tensor
 
@@ -49,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
         for step in (1, 2):
             with torch.no_grad():
                 model.count.fill_(step)
-            ckpt.save(step, state).wait(timeout=60)
+            ckpt.save(step, state).wait(timeout=HANG_SECONDS)
     return tmp_path / "ckpt"
 
 
@@ -234,7 +235,7 @@ def test_a_type_that_safetensors_does_not_have_is_refused(
     tmp_path: Path, kind: torch.dtype
 ) -> None:
     with holdfast.Checkpointer(tmp_path / "ckpt") as ckpt:
-        ckpt.save(1, {"model": {"z": torch.ones(3).to(kind)}}).wait(timeout=60)
+        ckpt.save(1, {"model": {"z": torch.ones(3).to(kind)}}).wait(timeout=HANG_SECONDS)
     with holdfast.open(tmp_path / "ckpt") as opened, opened.at() as saved:
         with pytest.raises(UnsupportedStateError, match=f"z: safetensors has no type {kind}"):
             write_model(tmp_path, entry_of(saved, "model", None))

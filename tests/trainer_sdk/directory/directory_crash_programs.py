@@ -26,6 +26,7 @@ from tests.support.crash.crash import (
     record,
 )
 from tests.support.crash.traced import Announce
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
 from holdfast.directory.choice import candidates, load_choice
@@ -85,9 +86,9 @@ class Gang:
     def save(self, step: int, announce: Announce) -> None:
         self.stage(step)
         for _ in range(WORLD):
-            message = self.levels.get(timeout=60)
+            message = self.levels.get(timeout=HANG_SECONDS)
             while message.failed or message.level is not Level.LOCAL:
-                message = self.levels.get(timeout=60)
+                message = self.levels.get(timeout=HANG_SECONDS)
         announce(f"committed {step}")
 
     def stage(self, step: int) -> None:

@@ -6,6 +6,7 @@ import queue
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
 from holdfast.directory.choice import JOB_UID
@@ -83,7 +84,7 @@ def save(service: DirectoryService, ring: SlotRing, step: int) -> None:
 
 
 def _next(pushed: queue.SimpleQueue[object], wanted: Callable[[object], bool]) -> None:
-    while not wanted(pushed.get(timeout=60)):
+    while not wanted(pushed.get(timeout=HANG_SECONDS)):
         pass
 
 

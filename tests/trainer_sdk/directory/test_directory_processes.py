@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.launched import until
 
 from holdfast.directory.processes import (
@@ -41,7 +42,7 @@ def test_a_writer_without_its_trainer_is_waited_for(
     until(lambda: "waiting for process" in caplog.text, "it says so")
     assert waiting.is_alive()
     writer.release()
-    waiting.join(60)
+    waiting.join(HANG_SECONDS)
     assert not waiting.is_alive()
     assert caplog.text.count("waiting for process") == 1
     assert not process.directory.exists()
@@ -110,11 +111,11 @@ def test_a_forked_child_does_not_keep_its_parents_lock(process: Process) -> None
 
     def work() -> None:
         begun.set()
-        end.wait(60)
+        end.wait(HANG_SECONDS)
 
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
-    assert begun.wait(60)
+    assert begun.wait(HANG_SECONDS)
     held.forget()  # the end of this process has the same effect
     try:
         assert not is_held(process.trainer)

@@ -46,7 +46,7 @@ def test_each_run_reserves_a_higher_round(tmp_path: Path) -> None:
 
 
 def claim_many(rounds: Path, begin: Any, taken: Any) -> None:
-    begin.wait(60)
+    begin.wait(HANG_SECONDS)
     for _ in range(25):
         taken.put(claim_round(rounds, ZERO, "run"))
 
@@ -63,7 +63,7 @@ def test_two_processes_never_reserve_the_same_round(tmp_path: Path) -> None:
         process.start()
     found = [taken.get(timeout=HANG_SECONDS) for _ in range(100)]
     for process in processes:
-        process.join(60)
+        process.join(HANG_SECONDS)
     assert len(set(found)) == 100
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.dict_store import DictStore
 
 from holdfast.gang.store import GangStore
@@ -78,7 +79,7 @@ def test_waiting_ends_with_the_value_of_a_rank() -> None:
     waiting = threading.Thread(target=lambda: found.append(store.wait("key")), daemon=True)
     waiting.start()
     store.publish("key", "value")
-    waiting.join(60)
+    waiting.join(HANG_SECONDS)
     assert found == ["value"]
 
 

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.dict_store import DictStore
 
 from holdfast.gang.agreement import Proposals, Purpose
@@ -348,7 +349,7 @@ def test_a_store_that_fails_raises_in_the_training_thread() -> None:
     one = Proposals(GangStore(store, "r0", SECRET), 2)
     one.begin(0)
     one.start()
-    assert store.failed.wait(60)
+    assert store.failed.wait(HANG_SECONDS)
     one.close()
     with pytest.raises(ConnectionResetError, match="has ended"):
         one.reach(1)
@@ -372,5 +373,5 @@ def test_the_polling_thread_itself_may_close() -> None:
     one = Proposals(GangStore(Closing(), "r0", SECRET), 2)
     one.begin(0)
     one.start()
-    assert closed.wait(60)
+    assert closed.wait(HANG_SECONDS)
     assert errors == []

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.gpu import needs_gpu
+from tests.support.hang import HANG_SECONDS
 
 import holdfast
 from holdfast.slots.device import CudaDevice
@@ -81,7 +82,7 @@ def test_saved_bytes_are_those_of_the_step(tmp_path: Path, steps_before: int) ->
         handle = ckpt.save(1, state)
         for _ in range(3):
             step(state)
-        handle.wait(timeout=120)
+        handle.wait(timeout=HANG_SECONDS)
         assert not torch.equal(tensors(state)[0], expected[0])
     for found, wanted in zip(restored(tmp_path), expected, strict=True):
         assert found.device == wanted.device
@@ -93,14 +94,14 @@ def test_save_returns_before_the_copies_are_done(ckpt: holdfast.Checkpointer) ->
     state = make()
     ckpt.allocate(state)
     step(state)
-    ckpt.save(1, state).wait(timeout=120)
+    ckpt.save(1, state).wait(timeout=HANG_SECONDS)
     step(state)
     torch.cuda._sleep(LAG_CYCLES)
     end = torch.cuda.Event()
     end.record()
     handle = ckpt.save(2, state)
     assert not end.query()
-    handle.wait(timeout=120)
+    handle.wait(timeout=HANG_SECONDS)
 
 
 @needs_gpu
@@ -115,7 +116,7 @@ def test_wait_staged_delays_later_writes_of_the_script(tmp_path: Path) -> None:
         ckpt.wait_staged()
         for parameter in state["model"].parameters():
             parameter.data.fill_(-1)
-        handle.wait(timeout=120)
+        handle.wait(timeout=HANG_SECONDS)
     assert all(map(torch.equal, restored(tmp_path), expected))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 from holdfast.slots.staging import Copier, Slot, SlotRing
 from holdfast_core.errors import CapacityError
@@ -143,7 +144,7 @@ def test_a_slot_can_be_filled_before_all_are_touched(
     real = Slot.prefault
 
     def prefault(slot: Slot) -> None:
-        assert gate.wait(60)
+        assert gate.wait(HANG_SECONDS)
         real(slot)
 
     monkeypatch.setattr(Slot, "prefault", prefault)
