@@ -58,7 +58,7 @@ class Writer:
         self.folder_losses += 1
 
     def stage(self, step: int, push: Callable[[Any], None] | None = None) -> None:
-        slot = self.ring.acquire(60)
+        slot = self.ring.acquire(HANG_SECONDS)
         assert slot is not None, "no slot is free any more"
         round_ = self.service.round
         slot.begin(round_, Step(step), SIZE)
@@ -107,7 +107,7 @@ def test_an_exception_of_the_writer_is_a_failed_save(
     for step in (5, 6, 7):  # more saves than slots
         writer.stage(step)
         assert writer.outcome(step) == "committed"
-    writer.service.finish(60)
+    writer.service.finish(HANG_SECONDS)
     assert not writer.ended
     assert where in caplog.text
 
@@ -122,7 +122,7 @@ def test_a_callback_that_raises_does_not_end_the_writer(tmp_path: Path) -> None:
         writer.stage(step, broken)
     writer.stage(4)
     assert writer.outcome(4) == "committed"
-    assert writer.service.finish(60)
+    assert writer.service.finish(HANG_SECONDS)
 
 
 @pytest.mark.fault("A cleaner removes the layouts and not the slots")
@@ -145,7 +145,7 @@ def test_the_exit_status_of_the_persister_shows_a_failed_save(tmp_path: Path) ->
     with failpoints("directory.write_shard=raise:MemoryError"):
         writer.stage(1)
         assert "MemoryError" in writer.outcome(1)
-    assert not writer.service.finish(60)
+    assert not writer.service.finish(HANG_SECONDS)
 
 
 @pytest.fixture

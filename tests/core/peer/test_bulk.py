@@ -25,6 +25,7 @@ from tests.support.peer.bulk_pair import (
     started,
 )
 from tests.support.servers.pki import Authority
+from tests.support.servers.ports import closed_port
 from tests.support.shards.builders import payload, shard_file, shard_header
 from tests.support.tiers.faulty import Fault, Faults, Faulty
 from tests.support.tiers.scratch import ScratchTier
@@ -254,10 +255,8 @@ def test_a_caller_with_a_certificate_of_another_authority_gets_no_answer(
 
 
 def test_a_closed_port_is_unavailable(pair: Pair) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     record = filled(ScratchTier(), 1000)
-    with pytest.raises(UnavailableError, match="refused"):
+    with closed_port() as port, pytest.raises(UnavailableError, match="refused"):
         pair.copy(ScratchTier(), record.ref, port)
 
 

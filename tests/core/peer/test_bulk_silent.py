@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.peer.bulk_pair import SERVER, Pair, filled, started
 from tests.support.tiers.scratch import ScratchTier
 
@@ -27,7 +28,7 @@ SIZE = 24 << 20
 def connected(pair: Pair) -> Iterator[socket.socket]:
     with socket.socket() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        plain.settimeout(30)
+        plain.settimeout(HANG_SECONDS)
         plain.connect(("127.0.0.1", pair.port))
         with pair.client.wrap_socket(plain, server_hostname=SERVER) as sock:
             yield sock
@@ -68,7 +69,7 @@ def test_a_caller_that_sends_nothing_is_disconnected(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
     for pair, record in serving(certificates, BulkLimits(handshake_seconds=3)):
-        with socket.create_connection(("127.0.0.1", pair.port), timeout=30) as silent:
+        with socket.create_connection(("127.0.0.1", pair.port), timeout=HANG_SECONDS) as silent:
             assert pair.copy(ScratchTier(), record.ref).record == record
             assert silent.recv(1) == b""
 

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from tests.support.clock import ManualClock
 from tests.support.hang import HANG_SECONDS
+from tests.support.servers.ports import closed_port
 
 from holdfast_core.errors import (
     ConfigError,
@@ -276,10 +277,8 @@ def test_a_slow_reply_above_the_minimum_rate_is_read() -> None:
 
 @pytest.mark.fault("The store refuses connections, or its name has no address")
 def test_a_refused_connection_and_an_unknown_host_are_unavailable_errors() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(UnavailableError, match="refused"):
-        put(pool_of(endpoint), b"x")
+    with closed_port() as port, pytest.raises(UnavailableError, match="refused"):
+        put(pool_of(f"127.0.0.1:{port}"), b"x")
     with pytest.raises(UnavailableError, match=r"no-such-host\.invalid"):
         put(pool_of("no-such-host.invalid:9000"), b"x")
 

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import secrets
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +27,7 @@ from tests.support.servers.hostile_s3 import (
     SetReplyHeader,
     on,
 )
+from tests.support.servers.ports import closed_port
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY, StoreServer
 
 from holdfast_core.contract import StoreConfig
@@ -132,9 +132,8 @@ def test_missing_bucket(server: StoreServer, store: StoreConfig) -> None:
 def test_a_copy_to_a_closed_port_is_unavailable(
     server: StoreServer, store: StoreConfig, quick: Retrier
 ) -> None:
-    with socket.socket() as held:  # nothing else can listen on a port that is bound
-        held.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{held.getsockname()[1]}"
+    with closed_port() as port:
+        endpoint = f"127.0.0.1:{port}"
         report = probe(replace(store, endpoint=endpoint), server.credentials, retrier=quick)
     assert (report.available, report.reason) == (False, ProbeReason.UNREACHABLE)
     assert endpoint in report.message and "refused" in report.message

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.operator.fake_api import FakeApi
 
 from holdfast_core.clock import SystemClock
@@ -16,8 +17,6 @@ from holdfast_operator.kube.leadership import Leadership, LeaseLostError, LeaseN
 
 NAME = LeaseName("holdfast-system", "holdfast")
 KEY = ("leases", "holdfast-system", "holdfast")
-LONG_SECONDS = 120.0
-"""Limit that only a hang reaches."""
 
 
 class QuickClock(SystemClock):
@@ -57,10 +56,10 @@ async def test_the_lease_is_renewed_while_the_event_loop_stands_still() -> None:
     api = CountingApi()
     lease = part_in_election(api)
     task = asyncio.create_task(lease.run())
-    await asyncio.wait_for(lease.gained.wait(), LONG_SECONDS)
+    await asyncio.wait_for(lease.gained.wait(), HANG_SECONDS)
     api.renewals = 0
     api.renewed.clear()
-    assert api.renewed.wait(LONG_SECONDS), "no renewal while the event loop was held"
+    assert api.renewed.wait(HANG_SECONDS), "no renewal while the event loop was held"
     assert lease.leads
 
     task.cancel()
@@ -75,11 +74,11 @@ async def test_a_lost_lease_ends_the_run_in_the_event_loop_of_the_caller() -> No
     api = CountingApi()
     lease = part_in_election(api)
     task = asyncio.create_task(lease.run())
-    await asyncio.wait_for(lease.gained.wait(), LONG_SECONDS)
+    await asyncio.wait_for(lease.gained.wait(), HANG_SECONDS)
     other = api.objects[KEY]
     api.put("leases", other | {"spec": other["spec"] | {"holderIdentity": "b"}})
     with pytest.raises(LeaseLostError):
-        await asyncio.wait_for(task, LONG_SECONDS)
+        await asyncio.wait_for(task, HANG_SECONDS)
     assert not lease.leads
     await lease.release()
     assert api.objects[KEY]["spec"]["holderIdentity"] == "b"

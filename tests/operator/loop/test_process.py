@@ -100,7 +100,7 @@ def start(environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_alive(port: str) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANG_SECONDS
     while True:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as reply:
@@ -117,7 +117,7 @@ def test_kopf_sends_no_request_and_a_signal_ends_the_process_at_once(
     process = start(environment, tmp_path / "log")
     try:
         wait_alive(environment["HOLDFAST_HEALTH_PORT"])
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANG_SECONDS
         while not server.calls:
             assert time.monotonic() < until, "the operator called nothing"
             time.sleep(0.05)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from unittest.mock import Mock
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.ledgers import LAYOUT, new_ledger, shard_info, store_manifests
 from tests.support.tiers.objects import MemoryObjectStore
@@ -66,7 +67,7 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
     async def run() -> None:
         versioned.tick()
         task = asyncio.create_task(uploads.run())
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG_SECONDS):
             await requested.wait()
         task.cancel()
         with suppress(asyncio.CancelledError):

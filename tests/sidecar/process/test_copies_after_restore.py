@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import JOB_UID, shard_header
 from tests.support.sidecar.lifecycle_bed import SlowNode, World
 
@@ -57,7 +58,7 @@ async def looks(world: World, seconds: float) -> None:
 
 
 async def copied(world: World) -> int:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_SECONDS):
         while not world.copied:  # noqa: ASYNC110 - a thread of a pool
             await asyncio.sleep(0.001)
     return len(world.copied)

@@ -96,7 +96,7 @@ class World:
 
         The clock stands still during an attempt, so that a slow thread does not use up the patience.
         """
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG_SECONDS):
             while not condition():
                 if self.clock.sleepers:
                     self.clock.advance(0.001)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.gated_stager import (
     CAPACITY,
     FREE,
@@ -87,7 +88,7 @@ async def test_a_step_that_is_pruned_while_it_is_written_does_not_stay_on_the_di
         world.stager.choose(Step(2))
         world.node.let(1, 2)
         await world.until(lambda: world.slots() == [FREE, FREE, FREE])
-        assert await world.stager.settle(120)
+        assert await world.stager.settle(HANG_SECONDS)
         assert world.stored() == [2]
         assert [o.stage.step for o in world.outcomes] == [2]
 

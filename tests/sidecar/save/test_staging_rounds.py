@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource
 from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.gated_stager import FREE, LAYOUT, RANK, ROUND, running
@@ -27,7 +28,7 @@ async def test_a_seal_writes_all_that_was_handed_over_and_nothing_else(
         world.stager.seal()
         world.stager.choose(Step(2))
         world.node.let(1, 2, 3, 4)
-        assert await world.stager.settle(120)
+        assert await world.stager.settle(HANG_SECONDS)
         assert world.node.begun == [1], "nothing is begun any more"
         if dies:
             world.stager = world.process()  # the new process has received no ROUND
@@ -46,10 +47,10 @@ async def test_a_seal_reports_that_its_time_ran_out(tmp_path: Path) -> None:
         await world.save(1, 2)
         world.node.let(1)
         world.stager.seal()
-        assert await world.stager.settle(120)
+        assert await world.stager.settle(HANG_SECONDS)
         assert not await world.stager.write_waiting(0)
         world.node.let(2)
-        assert await world.stager.settle(120), "the next SEAL finds it written"
+        assert await world.stager.settle(HANG_SECONDS), "the next SEAL finds it written"
         assert world.stored() == [1, 2]
 
 
@@ -67,7 +68,7 @@ async def test_a_restarted_sidecar_recovers_slots_that_waited_or_were_being_writ
         world.node.let(1, 2)
         await world.until(lambda: world.stored() == [1, 2])
         await world.until(lambda: world.stager.waiting(RANK) == (1,))
-        assert await old.settle(120)
+        assert await old.settle(HANG_SECONDS)
 
 
 async def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_path: Path) -> None:
@@ -100,6 +101,6 @@ async def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_pa
         world.node.let(1)
         await world.until(lambda: world.slots() == [FREE] * 3)
         assert record in [o.record for o in world.outcomes]
-        assert await old.settle(120)
-        assert await world.stager.settle(120)
+        assert await old.settle(HANG_SECONDS)
+        assert await world.stager.settle(HANG_SECONDS)
         assert world.stager.idle

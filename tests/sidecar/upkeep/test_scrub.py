@@ -128,7 +128,7 @@ class World:
         return next((float(t.split()[-1]) for t in lines if t.startswith(f"{line} ")), 0.0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG_SECONDS):
             while not condition():
                 await SystemClock().sleep(0.01)
 
@@ -375,7 +375,7 @@ async def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) ->
         await asyncio.wait_for(asked.wait(), HANG_SECONDS)
         assert world.counted(SCRUBBED) == documents
         world.is_busy = False
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_SECONDS):
             while world.counted(SCRUBBED) < documents + len(PAYLOAD):
                 clock.advance(1.0)
                 await SystemClock().sleep(0.01)

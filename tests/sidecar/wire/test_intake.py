@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_core import logs
 from holdfast_core.errors import NotFoundError, UnavailableError
@@ -100,7 +101,7 @@ def test_a_request_that_fails_is_answered(
             writer.write(write_frame(hello, 1))
             await read_frame(reader)
             writer.write(write_frame(Restore(RestartRound(1), Rank(0)), 2))
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(HANG_SECONDS):
                 return await read_frame(reader)
         finally:
             writer.close()
@@ -131,7 +132,7 @@ def test_a_reply_carries_an_open_file_and_the_sidecar_closes_its_own(
 
     def client() -> tuple[Frame | None, list[bytes]]:
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(60)
+            sock.settimeout(HANG_SECONDS)
             sock.connect(str(socket_path))
             send_frame(sock, Hello(PROTOCOL_VERSION, JOB, rank=Rank(0)), 1)
             receive_frame(sock)
@@ -180,7 +181,7 @@ def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) 
         reader, writer = await asyncio.open_unix_connection(str(socket_path))
         writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, rank=Rank(0)), 1))
         await read_frame(reader)
-        ended = asyncio.create_task(connections.ranks_ended(120))
+        ended = asyncio.create_task(connections.ranks_ended(HANG_SECONDS))
         await asyncio.sleep(0)
         assert not ended.done()
         writer.write(write_frame(Progress(RestartRound(1), Rank(0), Step(7)), 0))

@@ -11,6 +11,7 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_core.ids import JobUid, Rank, RestartRound, Worker
 from holdfast_core.messages.schema import (
@@ -65,7 +66,7 @@ async def intake(path: Path, limits: IntakeLimits | None = None) -> AsyncIterato
 
 def local(stack: ExitStack, path: Path, text: bytes) -> socket.socket:
     sock = stack.enter_context(socket.socket(socket.AF_UNIX))
-    sock.settimeout(60)
+    sock.settimeout(HANG_SECONDS)
     sock.connect(str(path))
     with contextlib.suppress(OSError):
         sock.sendall(text)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.support.hang import HANG_SECONDS
 from tests.support.operator.served_sidecar import ServedSidecar
 from tests.support.servers.ports import free_port
 
@@ -131,7 +132,7 @@ class Bench:
         return next(v for v in self.sidecars.views(UID) if v.pod_uid == pod.uid)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG_SECONDS):
             while not condition():  # noqa: ASYNC110 - several caches, no event for all
                 await asyncio.sleep(0.01)
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 from tests.support.hang import HANG_SECONDS
@@ -52,6 +53,14 @@ def free_address(port: int) -> str:
             except OSError:
                 continue
         return address
+
+
+@contextlib.contextmanager
+def closed_port() -> Iterator[int]:
+    """Yield a loopback port that refuses connections: it is bound, and nothing listens on it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 def silent_connections(

@@ -159,7 +159,7 @@ async def running(root: Path, slots: int) -> AsyncIterator[World]:
         yield world
     finally:
         world.node.let(*range(100))
-        assert await world.stager.settle(120)
+        assert await world.stager.settle(HANG_SECONDS)
         world.pools.close()
 
 

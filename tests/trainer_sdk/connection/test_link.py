@@ -45,7 +45,7 @@ class Other:
         if self.failures:
             raise self.failures.pop(0)
         ours, theirs = socket.socketpair()
-        theirs.settimeout(60)
+        theirs.settimeout(HANG_SECONDS)
         self.connections.append(theirs)
         return ours
 

@@ -126,7 +126,7 @@ def train(directory: Path, announce: Announce, *steps: int) -> None:
         announce(f"round {gang.service.round}")
         for step in steps:
             gang.save(step, announce)
-        gang.service.finish(30)
+        gang.service.finish(HANG_SECONDS)
 
 
 def leave_prepared(directory: Path, step: int) -> None:
@@ -160,7 +160,7 @@ def check(directory: Path, said: Sequence[str]) -> list[str]:
         last = restored or 0
         for step in (last + 1, last + 2):
             gang.save(step, lambda _: None)
-        gang.service.finish(30)
+        gang.service.finish(HANG_SECONDS)
     problems += whole(directory)
     kept = sorted(p.parent.name for p in (directory / "ckpt/tier").rglob("manifests/*/*.json"))
     shards = sorted(

@@ -67,7 +67,7 @@ def train(root: Path, *steps: int, uploads: MakeUploads | None = None) -> int | 
     for step in steps:
         save(service, ring, step)
     ring.close()
-    service.finish(60)
+    service.finish(HANG_SECONDS)
     return service.restore_point.step
 
 

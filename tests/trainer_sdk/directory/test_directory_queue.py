@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.crash.failpoints import failpoints
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import payload, rank_layout_and_plan
 
 from holdfast.directory.choice import JOB_UID
@@ -54,7 +55,7 @@ def test_a_queued_save_keeps_its_bytes_when_its_slot_is_replaced(tmp_path: Path)
         next_ring.ensure(SIZE, RestartRound(service.round + 1))
         assert all(slot.header().step is None for slot in next_ring.slots)
         (tmp_path / "go").touch()
-        service.finish(60)
+        service.finish(HANG_SECONDS)
     tier = DiskNodeTier(tmp_path / "ckpt/tier", fill_limit=1.0)
     tier.open()
     for step in (1, 2):

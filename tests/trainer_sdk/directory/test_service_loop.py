@@ -7,11 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 from holdfast.directory.saves import ServiceLoop
 from holdfast_core.errors import UnavailableError
-
-LONG_SECONDS = 120
 
 
 class Main:
@@ -60,10 +59,10 @@ def test_a_call_under_way_ends_with_the_loop() -> None:
     main.thread.start()
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(main.thread.run, never(begun))
-        assert begun.wait(LONG_SECONDS)
+        assert begun.wait(HANG_SECONDS)
         main.thread.stop()
         with pytest.raises(UnavailableError, match="has ended"):
-            call.result(LONG_SECONDS)
+            call.result(HANG_SECONDS)
 
 
 def test_an_exception_ends_the_loop_and_is_passed_on() -> None:
