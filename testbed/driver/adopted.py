@@ -11,7 +11,16 @@ from kubernetes.client.exceptions import ApiException
 
 from holdfast_core.contract import SIDECAR_CONTAINER
 from testbed.driver.jobs import TRAINER_IMAGE, Job, Training, checkpoint_policy
-from testbed.driver.kube import GROUP, VERSION, Object, ignore_missing, is_true, show, wait_for
+from testbed.driver.kube import (
+    GROUP,
+    HANG_SECONDS,
+    VERSION,
+    Object,
+    ignore_missing,
+    is_true,
+    show,
+    wait_for,
+)
 
 EVICTED_AFTER_SECONDS = 5
 """Seconds that a pod stays on a node that does not answer. Where a template says nothing, it is 300."""
@@ -153,7 +162,6 @@ class AdoptedJob(Job):
         wait_for(
             f"Job {self.namespace}/{self.name} to be complete",
             lambda: is_true(self._batch_job(), "Complete"),
-            timeout_seconds=60,
             describe=lambda: show(self._batch_job().get("status")),
         )
 
@@ -161,7 +169,7 @@ class AdoptedJob(Job):
         found: Object = self.kube.plain(self._batch.read_namespaced_job(self.name, self.namespace))
         return found
 
-    def delete(self, timeout_seconds: float = 300) -> None:
+    def delete(self, timeout_seconds: float = HANG_SECONDS) -> None:
         """Delete both objects, and wait until the pods and the Secrets of the gang are gone."""
         with ignore_missing():
             self.delete_owner()
@@ -257,7 +265,6 @@ class AdoptedObject(AdoptedJob):
         wait_for(
             f"{self.OWNER.kind} {self.namespace}/{self.name} to be complete",
             lambda: is_true(self.read_owner(), self.OWNER.complete),
-            timeout_seconds=120,
             describe=lambda: show(self.read_owner().get("status")),
         )
 

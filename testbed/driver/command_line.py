@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from testbed.driver.kube import kubeconfig_path
+from testbed.driver.kube import HANG_SECONDS, kubeconfig_path
 
 
 def run_holdfast(
-    namespace: str, *words: str, timeout_seconds: float = 60
+    namespace: str, *words: str, timeout_seconds: float = HANG_SECONDS
 ) -> subprocess.CompletedProcess[str]:
     """Run `kubectl holdfast` with these words, and return its exit code and what it has printed."""
     return subprocess.run(

@@ -93,7 +93,6 @@ def ensure_installed(kube: Kube) -> None:
     wait_for(
         "the operator to be Ready",
         lambda: bool(operator_pod(kube)),
-        timeout_seconds=90,
     )
 
 
@@ -103,13 +102,12 @@ def kill_operator(kube: Kube) -> None:
     The dead pod is deleted too. The kubelet would restart its container, but after a back-off that doubles
     with each kill, so that a scenario with three kills would mostly wait.
     """
-    name = wait_for("an operator", lambda: operator_pod(kube), timeout_seconds=120)
+    name = wait_for("an operator", lambda: operator_pod(kube))
     faults.kill_process(NAMESPACE, name, "operator")
     kube.delete_pod(NAMESPACE, name, grace_seconds=0)
     wait_for(
         "another operator to be Ready",
         lambda: operator_pod(kube) not in (None, name),
-        timeout_seconds=120,
     )
 
 

@@ -18,7 +18,17 @@ from urllib3.exceptions import HTTPError
 from holdfast_core.names import member_pod_names
 from testbed.config import FAULTS
 from testbed.driver.digests import find_digests
-from testbed.driver.kube import GROUP, PLURALS, VERSION, Kube, Object, is_true, show, wait_for
+from testbed.driver.kube import (
+    GROUP,
+    HANG_SECONDS,
+    PLURALS,
+    VERSION,
+    Kube,
+    Object,
+    is_true,
+    show,
+    wait_for,
+)
 
 TRAINER_IMAGE = "holdfast/trainer-gpt:dev"
 STORE_NAME = "main"
@@ -27,9 +37,6 @@ MINIO_USER = "holdfast-test"
 MINIO_PASSWORD = "holdfast-test-secret"
 MINIO_ENDPOINT = "http://minio.minio.svc:9000"
 BUCKET = "checkpoints"
-PROGRESS_SECONDS = 240.0
-"""Limit of a wait for progress of a training. Four scenarios share two cores, where the start of one gang has
-taken 80 seconds, so that a shorter limit would fail without a defect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +182,6 @@ def prepare_namespace(kube: Kube, namespace: str, *, pool: str = FAULTS) -> None
     wait_for(
         f"CheckpointStore {namespace}/{STORE_NAME} to be Available",
         lambda: is_true(kube.get("CheckpointStore", namespace, STORE_NAME), "Available"),
-        timeout_seconds=90,
         describe=lambda: show(kube.get("CheckpointStore", namespace, STORE_NAME)),
     )
 
@@ -327,7 +333,7 @@ class Job:
         self,
         what: str,
         probe: Any,
-        timeout_seconds: float = PROGRESS_SECONDS,
+        timeout_seconds: float = HANG_SECONDS,
         every_seconds: float = 0.2,
     ) -> Any:
         return wait_for(
@@ -347,7 +353,7 @@ class Job:
             if event["reason"] == "Unhealthy" and event["involvedObject"]["name"] in pods
         ]
 
-    def wait_step(self, step: int, timeout_seconds: float = PROGRESS_SECONDS) -> int:
+    def wait_step(self, step: int, timeout_seconds: float = HANG_SECONDS) -> int:
         """Wait until the sidecars report `step` or a later one, and return the reported step."""
         return int(
             self.wait(
@@ -359,7 +365,7 @@ class Job:
             - 1
         )
 
-    def wait_replicated(self, step: int, timeout_seconds: float = PROGRESS_SECONDS) -> None:
+    def wait_replicated(self, step: int, timeout_seconds: float = HANG_SECONDS) -> None:
         """Wait until the coordinator's sidecar reports that peers hold copies of `step` or a later one."""
         replicated = 'holdfast_committed_step{level="replicated"'
         self.wait(
@@ -369,7 +375,7 @@ class Job:
             every_seconds=0.4,
         )
 
-    def wait_round(self, round_: int, timeout_seconds: float = PROGRESS_SECONDS) -> None:
+    def wait_round(self, round_: int, timeout_seconds: float = HANG_SECONDS) -> None:
         """Wait until round `round_`, or a later one, trains."""
         self.wait(
             f"round {round_} to train",
@@ -377,7 +383,7 @@ class Job:
             timeout_seconds,
         )
 
-    def wait_persisted(self, step: int, timeout_seconds: float = PROGRESS_SECONDS) -> Object:
+    def wait_persisted(self, step: int, timeout_seconds: float = HANG_SECONDS) -> Object:
         found: Object = self.wait(
             f"step {step} to be persisted",
             lambda: (p := self.status.get("lastPersisted") or {}).get("step", -1) >= step and p,
@@ -386,7 +392,7 @@ class Job:
         return found
 
     def wait_condition(
-        self, kind: str, status: str = "True", timeout_seconds: float = 120
+        self, kind: str, status: str = "True", timeout_seconds: float = HANG_SECONDS
     ) -> Object:
         def probe() -> Object | None:
             for entry in self.status.get("conditions", []):
@@ -398,7 +404,7 @@ class Job:
         found: Object = self.wait(f"condition {kind}={status}", probe, timeout_seconds)
         return found
 
-    def wait_complete(self, timeout_seconds: float = 300) -> None:
+    def wait_complete(self, timeout_seconds: float = HANG_SECONDS) -> None:
         self.wait(
             "completion",
             lambda: is_true(self.read(), "Complete") or self._fail_if_failed(),
@@ -418,7 +424,7 @@ class Job:
             self.kube.logs(self.namespace, name, self.CONTAINER) for name in self.pod_names()
         )
 
-    def delete(self, timeout_seconds: float = 300) -> None:
+    def delete(self, timeout_seconds: float = HANG_SECONDS) -> None:
         """Delete the job and wait until its pods are gone."""
         self.close()
         self.kube.delete(self.KIND, self.namespace, self.name)

@@ -30,7 +30,6 @@ def local_volumes(
     wait_for(
         f"the volumes of {storage_class} to go",
         lambda: not _volumes_of(kube, storage_class),
-        timeout_seconds=60,
     )
     client.StorageV1Api(kube.api).create_storage_class(
         {

@@ -77,7 +77,7 @@ def _delete(custom: client.CustomObjectsApi, named: dict[str, str]) -> None:
 
     with ignore_missing():
         custom.delete_cluster_custom_object(**named)
-    wait_for(f"{named['plural']} {named['name']} to be deleted", is_gone, timeout_seconds=60)
+    wait_for(f"{named['plural']} {named['name']} to be deleted", is_gone)
 
 
 def trainjob_manifest(name: str, namespace: str, training: Training) -> Object:

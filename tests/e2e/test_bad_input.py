@@ -87,7 +87,6 @@ def wait_event(kube: Kube, namespace: str, name: str, reason: str, *texts: str) 
     wait_for(
         f"Event {reason} of {name} that contains {texts}",
         probe,
-        timeout_seconds=90,
         describe=lambda: show(
             [
                 (e["involvedObject"]["name"], e["reason"], e["message"])
@@ -120,8 +119,8 @@ def test_a_job_waits_for_its_store_and_for_the_keys_of_the_store(installed, name
     keys = {"accessKey": MINIO_USER, "secretKey": MINIO_PASSWORD}
     installed.ensure_secret(namespace, "late-keys", keys)
     _wait_store(installed, namespace, "late", "True")
-    job.wait_condition("Accepted", "True", 90)
-    job.wait_complete(120)
+    job.wait_condition("Accepted")
+    job.wait_complete()
 
 
 def _wait_store(kube: Kube, namespace: str, name: str, status: str) -> Object:
@@ -132,7 +131,6 @@ def _wait_store(kube: Kube, namespace: str, name: str, status: str) -> Object:
     return wait_for(
         f"CheckpointStore {name} Available={status}",
         probe,
-        timeout_seconds=90,
         describe=lambda: show(kube.get("CheckpointStore", namespace, name)),
     )
 
@@ -141,7 +139,6 @@ def _wait_not_accepted(job: Job, reason: str, *texts: str) -> None:
     found = job.wait(
         f"Accepted=False because of {reason}",
         lambda: (c := condition(job.read(), "Accepted")).get("reason") == reason and c,
-        90,
     )
     assert found["status"] == "False"
     assert_contains(found["message"], *texts)
@@ -164,7 +161,7 @@ def test_jobs_start_from_a_retained_checkpoint_unless_its_shapes_differ(
 ):
     """Three jobs start from the newest Checkpoint of a deleted job with one rank, side by side."""
     first = submit(job_manifest("one-rank", namespace, ALONE, copies=0))
-    first.wait_complete(150)
+    first.wait_complete()
 
     def last() -> list[str]:
         """Return the Checkpoint of the last step, whose object may come after the end of the job."""
@@ -184,16 +181,16 @@ def test_jobs_start_from_a_retained_checkpoint_unless_its_shapes_differ(
     two = replace(ALONE, workers=2, steps=40)
     pair = submit(job_manifest("two-ranks", namespace, two, restore_from=name))
 
-    found = misfit.wait_condition("Failed", "True", 120)
+    found = misfit.wait_condition("Failed")
     texts = ("StateMismatchError", "model.", "expected float32 [", "48]", "found float32 [", "32]")
     assert_contains(found["message"], *texts)
     wait_event(installed, namespace, misfit.name, found["reason"], *texts)
     assert is_true(installed.get("Checkpoint", namespace, name), "Persisted"), "nothing was lost"
 
-    again.wait_complete(150)
+    again.wait_complete()
     assert again.status["restorePoint"]["step"] == 20, "it starts from the retained Checkpoint"
     assert compare_digests(reference(longer), again.final_digests()) == []
-    pair.wait_complete(150)
+    pair.wait_complete()
     assert pair.status["restorePoint"]["step"] == 20, "it is not bad input: two ranks take over"
 
 
@@ -208,8 +205,8 @@ def test_an_image_that_cannot_be_pulled_is_reported(installed, namespace, submit
     _assert_cannot_start(job, image)
 
     installed.patch("TrainingJob", namespace, job.name, {"spec": {"suspend": True}})
-    job.wait_condition("Suspended", "True", 60)
-    job.wait("no pods", lambda: not job.pods(), 60)
+    job.wait_condition("Suspended")
+    job.wait("no pods", lambda: not job.pods())
 
 
 def test_an_image_without_the_launcher_is_reported(installed, namespace, submit):
@@ -218,7 +215,7 @@ def test_an_image_without_the_launcher_is_reported(installed, namespace, submit)
     trainer(manifest)["image"] = "holdfast/operator:dev"
     job = submit(manifest)
     _assert_cannot_start(job, "holdfast", "not found")
-    job.wait("two more tries of the kubelet", lambda: _tries(job) >= 2 or job.round > 0, 180)
+    job.wait("two more tries of the kubelet", lambda: _tries(job) >= 2 or job.round > 0)
     _assert_cannot_start(job, "holdfast", "not found")
     assert job.status["members"] == [0], "another pod of the same image would do no better"
 
@@ -239,7 +236,7 @@ def _assert_cannot_start(job: Job, *texts: str) -> None:
         cannot_start = found.get("reason") == "ContainerCannotStart"
         return found if cannot_start and all(w in found["message"] for w in texts) else None
 
-    found = job.wait(f"ContainerCannotStart that contains {texts}", probe, 90)
+    found = job.wait(f"ContainerCannotStart that contains {texts}", probe)
     assert found["status"] == "False"
     assert_contains(found["message"], f"pod {job.pod_name(0)}")
     wait_event(job.kube, job.namespace, job.name, "ContainerCannotStart", *texts)
@@ -253,7 +250,7 @@ def test_too_little_shared_memory_is_reported_before_the_first_step(installed, n
     manifest = job_manifest("small-memory", namespace, BALLAST, **ONE_WORKER)
     manifest["spec"]["checkpoint"]["memory"] = {"sizeLimit": "1Mi"}
     job = submit(without_restarts(manifest))
-    found = job.wait_condition("Failed", "True", 120)
+    found = job.wait_condition("Failed")
     texts = ("CapacityError", "shared memory volume", "needs", "has", "spec.checkpoint.memory")
     assert_contains(found["message"], "rank 0 ended with code 1", *texts)
     wait_event(installed, namespace, job.name, found["reason"], *texts)
@@ -266,7 +263,7 @@ def test_a_node_volume_without_room_for_one_save_is_reported_before_the_first_st
 ):
     manifest = job_manifest("smallest-volume", namespace, BALLAST, **ONE_WORKER, node_size="8Mi")
     job = submit(without_restarts(manifest))
-    found = job.wait_condition("Failed", "True", 120)
+    found = job.wait_condition("Failed")
     texts = ("CapacityError", "node volume has", "needs", "spec.checkpoint.node.volume")
     assert_contains(found["message"], "rank 0 ended with code 1", *texts)
     wait_event(installed, namespace, job.name, found["reason"], *texts)
@@ -279,8 +276,8 @@ def test_a_node_volume_without_room_for_a_second_save_does_not_stop_training(
     # Of 30 MiB, 25 may be used. One save has 16.
     manifest = job_manifest("small-volume", namespace, BALLAST, **ONE_WORKER, node_size="30Mi")
     job = submit(manifest)
-    job.wait_complete(120)
-    found = job.wait_condition("LastCheckpointSucceeded", "False", 60)
+    job.wait_complete()
+    found = job.wait_condition("LastCheckpointSucceeded", "False")
     assert found["reason"] == "NodeVolumeFull"
     assert all(r["ignored"] for r in job.status["recentRestarts"]), "no rank and no pod died of it"
     assert job.status["lastCommittedStep"] == 10, "the checkpoint that has room is kept"
@@ -312,7 +309,7 @@ def test_a_state_that_cannot_be_saved_is_reported_with_its_path(installed, names
     volume = {"name": "script", "configMap": {"name": "script"}}
     manifest["spec"]["template"]["spec"]["volumes"] = [volume]
     job = submit(without_restarts(manifest))
-    found = job.wait_condition("Failed", "True", 120)
+    found = job.wait_condition("Failed")
     texts = ("UnsupportedStateError", "seen.documents", "set cannot be saved", "expected tensors")
     assert_contains(found["message"], *texts)
     wait_event(installed, namespace, job.name, found["reason"], *texts)

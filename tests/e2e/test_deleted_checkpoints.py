@@ -11,7 +11,6 @@ from testbed.driver.oracle import stored_objects
 from testbed.driver.scenario import SHORT
 from testbed.driver.store import store_client
 
-SECONDS = 180
 Steps = frozenset[int]
 
 
@@ -28,7 +27,7 @@ def _stored(job: Job, uid: str) -> Steps:
 
 
 def _until(job: Job, what: str, probe: Callable[[], Any]) -> Any:
-    return wait_for(what, probe, timeout_seconds=SECONDS, describe=lambda: str(_objects(job)))
+    return wait_for(what, probe, describe=lambda: str(_objects(job)))
 
 
 def _complete(scenario: Any, policy: str) -> tuple[Job, str]:

@@ -42,7 +42,7 @@ def _wait_workers(job, workers: int, reason: str) -> None:
         running = conditions["Running"]["status"] == "True"
         return running and len(status["members"]) == workers and record.get("reason") == reason
 
-    job.wait(f"training with {workers} workers", trains, 240)
+    job.wait(f"training with {workers} workers", trains)
 
 
 @pytest.mark.long
@@ -69,12 +69,12 @@ def test_an_elastic_gang_continues_without_a_node_and_grows_when_it_is_back(scen
         _in_pool(scenario.kube, node, False)
         scenario.kube.delete_pod(scenario.namespace, job.pod_name(1))
         _wait_workers(job, 2, "Shrunk")
-        job.wait("two ready workers", lambda: job.status["readyWorkers"] == "2/3", 60)
+        job.wait("two ready workers", lambda: job.status["readyWorkers"] == "2/3")
         missing = job.wait_condition("WorkersMissing")
         assert missing["reason"] == "Shrunk"
-        job.wait("a placeholder", lambda: _placeholders(scenario), 180)
+        job.wait("a placeholder", lambda: _placeholders(scenario))
         _in_pool(scenario.kube, node, True)
         _wait_workers(job, 3, "Grown")
         assert job.status["restarts"] == 1, "only the lost pod counts"
-        job.wait("the end of the placeholders", lambda: not _placeholders(scenario), 60)
+        job.wait("the end of the placeholders", lambda: not _placeholders(scenario))
         scenario.finish_and_judge(job, training)

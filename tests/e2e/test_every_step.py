@@ -30,7 +30,6 @@ def test_a_slow_disk_keeps_the_newest_step_in_slots(scenario):
         wait_for(
             "a step that was dropped for a newer one",
             dropped,
-            timeout_seconds=60,
             describe=job.describe,
         )
         # Without the steps in slots, the gang would go back to the newest step on all nodes.

@@ -36,13 +36,12 @@ def test_a_fork_of_a_job_that_trains_ends_in_the_bits_of_its_source(scenario):
     assert again.returncode == 6, again.stderr
     assert "exists already" in again.stderr, again.stderr
     forked = follow(scenario, "fork")
-    forked.wait_round(0, 300)
+    forked.wait_round(0)
     point = forked.status["lineage"][0]
     assert point["base"].startswith(f"s{step}-r"), point
     forked.wait(
         "the source in condition Accepted",
         lambda: f"began from step {step}" in forked.wait_condition("Accepted")["message"],
-        60,
     )
     scenario.finish_and_judge(source, LONG)
     scenario.finish_and_judge(forked, LONG)

@@ -17,7 +17,6 @@ def test_a_job_created_again_under_the_same_name_completes(scenario):
     wait_for(
         "the first job's object to go",
         lambda: scenario.kube.get("TrainingJob", scenario.namespace, first.name) is None,
-        timeout_seconds=60,
     )
     kept = {c["metadata"]["name"] for c in scenario.kube.items("Checkpoint", scenario.namespace)}
     assert kept, "the deletion retains the first job's Checkpoints"

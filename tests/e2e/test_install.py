@@ -65,14 +65,13 @@ def test_an_upgrade_does_not_affect_a_running_job(scenario, installed):
     after = wait_for(
         "another operator pod",
         lambda: (p := install.operator_pod(installed)) != before and p,
-        timeout_seconds=90,
     )
     environment = operator_spec(installed)["containers"][0]["env"]
     assert {"name": "HOLDFAST_LOG_LEVEL", "value": "debug"} in environment, after
 
     job.wait_step(step + 15)
     persisted = job.wait_persisted(20)["step"]
-    job.wait_persisted(persisted + 20, 120)
+    job.wait_persisted(persisted + 20)
     assert {p["metadata"]["uid"] for p in job.pods()} == pods, "no pod was replaced"
     assert job.round == 0, "a new operator is no reason for a new round"
     job.delete()
@@ -95,7 +94,6 @@ def test_the_restricted_policy_admits_the_operator_pod(installed):
         wait_for(
             "the namespace's service account",
             lambda: installed.core.list_namespaced_service_account(space).items,
-            timeout_seconds=30,
         )
         body = {"metadata": {"name": "operator"}, "spec": spec}
         installed.core.create_namespaced_pod(space, body, dry_run="All")
@@ -130,7 +128,7 @@ def test_a_reinstalled_operator_takes_over_the_jobs_of_the_one_before(scenario, 
 
     install.helm("uninstall", install.RELEASE, "--wait", "--timeout", "120s")
     assert custom_resources(kube) == sorted(f"{p}.holdfast.dev" for p in PLURALS.values())
-    wait_for("the operator to go", lambda: not kube.pods(install.NAMESPACE), timeout_seconds=60)
+    wait_for("the operator to go", lambda: not kube.pods(install.NAMESPACE))
     leftovers = json.loads(
         kubectl(
             "get",
@@ -156,13 +154,12 @@ def test_a_reinstalled_operator_takes_over_the_jobs_of_the_one_before(scenario, 
     wait_for(
         f"namespace {other} to go",
         lambda: f"{other}" not in kubectl("get", "namespaces", "-o", "name"),
-        timeout_seconds=90,
         every_seconds=0.5,
     )
 
     install.ensure_installed(kube)
     persisted = job.status["lastPersisted"]["step"]
-    job.wait_persisted(persisted + 20, 120)
+    job.wait_persisted(persisted + 20)
     assert {p["metadata"]["uid"] for p in job.pods()} == pods
     assert job.round == 0, "away and back is no reason for a new round"
     assert is_true(job.read(), "Running"), show(job.status)

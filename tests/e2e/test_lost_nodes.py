@@ -33,7 +33,7 @@ def test_a_killed_node_costs_one_round(scenario, as_many_nodes_as_workers, nodes
     nodes = {worker: job.node_of(worker) for worker in range(SHORT.workers)}
     assert len(set(nodes.values())) == len(nodes), f"one worker on each node, found {nodes}"
     faults.kill_node(nodes[2])
-    job.wait_round(1, 150)
+    job.wait_round(1)
     assert job.status["members"] == [0, 0, 1], "one round, in which worker 2 alone is replaced"
     assert job.node_of(2) != nodes[2]
     scenario.finish_and_judge(job)
@@ -49,7 +49,7 @@ def _loses_and_returns(
     """Lose the node of worker 1, and let it come back when the gang has replaced the worker."""
     node, round_ = job.node_of(1), job.round
     lose(node)
-    job.wait_round(round_ + 1, 150)
+    job.wait_round(round_ + 1)
     assert job.node_of(1) != node, "worker 1 has another node"
     restore(node)
 
@@ -74,9 +74,9 @@ def _choice_waits_for_a_survivor_that_answers_late(job: Job) -> None:
     lost = pods.pop(job.pod_name(1))
     faults.pause_node(late)
     job.kube.delete_pod(job.namespace, job.pod_name(1), grace_seconds=0)
-    job.wait("round 1", lambda: job.round >= 1, 60)
+    job.wait("round 1", lambda: job.round >= 1)
     faults.unpause_node(late)
-    job.wait_round(1, 180)
+    job.wait_round(1)
     left = set(job.pod_uids().values())
     assert left >= set(pods.values()) and lost not in left, "the late survivor was kept"
     assert job.status["restorePoint"]["step"] >= 20, "the steps of the late survivor counted"
@@ -102,7 +102,7 @@ def test_a_node_whose_object_is_deleted_is_lost(scenario, as_many_nodes_as_worke
     node = job.node_of(2)
     faults.kill_node(node)
     scenario.kube.core.delete_node(node)
-    job.wait_round(1, 150)
+    job.wait_round(1)
     assert job.status["members"] == [0, 0, 1], "worker 2 alone is replaced"
     assert job.status["recoveries"][-1]["reason"] == "NodeLost"
     scenario.finish_and_judge(job)
@@ -116,7 +116,7 @@ def test_a_worker_with_a_volume_on_a_killed_node_is_replaced_on_another(
     job.wait_replicated(20)
     node = job.node_of(1)
     faults.kill_node(node)
-    job.wait_round(1, 150)
+    job.wait_round(1)
     assert job.node_of(1) != node
     scenario.finish_and_judge(job)
 
@@ -129,11 +129,11 @@ def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
     survivors = {name: uid for name, uid in job.pod_uids().items() if name != job.pod_name(1)}
     with faults.sidecars_silent(scenario.nodes):
         scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
-        condition = job.wait_condition("SidecarsUnreachable", "True", 240)
+        condition = job.wait_condition("SidecarsUnreachable")
         assert "7070" in condition["message"], "the message names the port that was tried"
         assert survivors.items() <= job.pod_uids().items()
-    job.wait_condition("SidecarsUnreachable", "False", 120)
-    job.wait_round(1, 180)
+    job.wait_condition("SidecarsUnreachable", "False")
+    job.wait_round(1)
     assert survivors.items() <= job.pod_uids().items()
     assert job.status["restorePoint"]["step"] >= 20, "the committed step was restored"
     scenario.finish_and_judge(job)
@@ -145,8 +145,8 @@ def test_training_continues_while_the_store_is_down(scenario):
     job.wait_step(5)
     with faults.store_down(nodes=scenario.nodes):
         step = job.wait_step(30)
-        condition = job.wait_condition("RemoteTierHealthy", "False", 90)
+        condition = job.wait_condition("RemoteTierHealthy", "False")
         assert condition["message"], "the error of the store or the network"
         assert step >= 30, "training went on"
-    job.wait_condition("RemoteTierHealthy", "True", 120)
+    job.wait_condition("RemoteTierHealthy")
     scenario.finish_and_judge(job)

@@ -67,7 +67,7 @@ def test_after_the_loss_of_all_pods_no_step_of_a_superseded_history_is_restored(
     assert 0 < stored < before
     job.wait_step(52)
     job.kube.lose_pods(job.namespace, [pod["metadata"]["name"] for pod in job.pods()])
-    job.wait_round(1, 180)
+    job.wait_round(1)
     assert job.status["restorePoint"]["step"] == 40, "the newest persisted step is restored"
     assert set(_served_by(job).values()) == {"object"}, "no pod is left that has a copy"
     again = job.round

@@ -73,7 +73,6 @@ def test_a_killed_sidecar_rank_and_container_restart_in_place(
         wait_for(
             "the end of the followed logs",
             lambda: follower.poll() is not None,
-            timeout_seconds=60,
         )
     assert follower.returncode == 0, log.read_text()
     assert_followed_to_the_end(log.read_text())

@@ -28,7 +28,6 @@ def test_a_gang_that_saves_to_volumes_of_a_class_survives_a_lost_pod(scenario, s
     wait_for(
         "the claims to end with their pods",
         lambda: not claims(),
-        timeout_seconds=90,
         describe=lambda: str(claims()),
     )
 
@@ -42,7 +41,7 @@ def test_a_claim_that_finds_no_volume_is_reported(scenario):
         message: str = found.get("message", "")
         return message if "PersistentVolumeClaim" in message else None
 
-    message = job.wait("the scheduler's message about the claim", reported, 90)
+    message = job.wait("the scheduler's message about the claim", reported)
     pod = job.pod_name(0)
     for part in (
         f"pod {pod} is not scheduled",

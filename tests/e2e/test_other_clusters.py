@@ -27,7 +27,6 @@ def newest_of(kube: Kube, namespace: str) -> str:
     found: list[Object] = wait_for(
         f"a Checkpoint of {namespace} that is Restorable",
         lambda: restorable(kube, namespace),
-        timeout_seconds=90,
         describe=lambda: show(kube.items("Checkpoint", namespace)),
     )
     return str(found[0]["metadata"]["name"])
@@ -62,17 +61,16 @@ def test_a_store_is_imported_after_every_object_was_lost(scenario):
     wait_for(
         "all Checkpoints to be gone",
         lambda: not kube.items("Checkpoint", namespace),
-        timeout_seconds=90,
         describe=lambda: show(kube.items("Checkpoint", namespace)),
     )
-    shown = run_holdfast(namespace, "import", "store/main", "--dry-run", timeout_seconds=200)
+    shown = run_holdfast(namespace, "import", "store/main", "--dry-run")
     assert shown.returncode == 0, shown.stderr
     assert kube.items("Checkpoint", namespace) == []
-    ended = run_holdfast(namespace, "import", "store/main", "--job", "lost", timeout_seconds=200)
+    ended = run_holdfast(namespace, "import", "store/main", "--job", "lost")
     assert ended.returncode == 0, ended.stderr
     name = newest_of(kube, namespace)
     assert name in ended.stdout
-    again = run_holdfast(namespace, "import", "store/main", "--job", "lost", timeout_seconds=200)
+    again = run_holdfast(namespace, "import", "store/main", "--job", "lost")
     assert again.returncode == 0, again.stderr
     assert "import 0 checkpoints" in again.stdout
     job = scenario.start(SLOW, name="found", restore_from=name)
@@ -91,7 +89,7 @@ def test_a_job_starts_from_a_checkpoint_of_another_namespace_with_a_grant(scenar
     ref = {"name": name, "namespace": scenario.namespace}
     manifest["spec"]["restoreFrom"] = {"checkpointRef": ref}
     job = Job(kube, tenant, "clone").start(manifest)
-    refused = job.wait_condition("Accepted", "False", 90)
+    refused = job.wait_condition("Accepted", "False")
     assert refused["reason"] == "GrantMissing", show(refused)
     assert job.pods() == []
     grant = yaml.safe_load(refused["message"][refused["message"].index("apiVersion:") :])

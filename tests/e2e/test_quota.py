@@ -34,8 +34,8 @@ def test_uploads_wait_for_a_quota_and_go_on_when_it_is_raised(scenario):
     job.wait_persisted(0)
     _set_quota(job, {"perJob": "1Mi"})
     try:
-        job.wait("a listing with the job", lambda: _used(job) > 0, 300)
-        held = job.wait_condition("UploadsHeld", "True", 300)
+        job.wait("a listing with the job", lambda: _used(job) > 0)
+        held = job.wait_condition("UploadsHeld")
         assert "quota.perJob" in held["message"] and "kubectl holdfast prune" in held["message"]
         wait_for(
             "the store's condition",
@@ -45,7 +45,6 @@ def test_uploads_wait_for_a_quota_and_go_on_when_it_is_raised(scenario):
                 )
                 == "QuotaReached"
             ),
-            timeout_seconds=60,
         )
         job.wait_step(int(job.status["step"]) + 40)  # an upload that was under way has ended
         before = job.status["lastPersisted"]["step"]
@@ -55,6 +54,6 @@ def test_uploads_wait_for_a_quota_and_go_on_when_it_is_raised(scenario):
         assert job.round == 0
     finally:
         _set_quota(job, None)
-    job.wait_condition("UploadsHeld", "False", 120)
+    job.wait_condition("UploadsHeld", "False")
     job.wait_persisted(before + 1)
     assert job.round == 0, "training was not disturbed"

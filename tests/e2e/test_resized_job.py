@@ -18,7 +18,7 @@ def _resize(scenario, job, workers: int) -> None:
         new = status["restartRound"] > before and len(status["members"]) == workers
         return new and running and over and conditions["Resizing"]["status"] == "False"
 
-    job.wait(f"training with {workers} workers", trains, 180)
+    job.wait(f"training with {workers} workers", trains)
     record = job.status["recoveries"][-1]
     assert (record["reason"], record["lostSteps"]) == ("Resized", 0), record
     assert job.round == before + 1

@@ -23,11 +23,11 @@ def roll_back(job: Job, step: int) -> None:
     before = job.round
     ended = restore(job, step)
     assert ended.returncode == 0, ended.stderr
-    job.wait_round(before + 1, 180)
+    job.wait_round(before + 1)
     newest = job.status["lineage"][-1]
     assert newest["base"].startswith(f"s{step}-r"), newest
     assert newest["rolledBackFrom"] > step
-    job.wait_condition("RolledBack", "True", 60)
+    job.wait_condition("RolledBack")
 
 
 @pytest.mark.long  # integration/operator/test_rollback.py and integration/sidecars show its parts

@@ -23,7 +23,7 @@ def test_a_spare_pod_takes_the_place_of_a_deleted_one(scenario):
     training = replace(SHORT, sleep_per_step=0.6)  # the second spare must be ready before the end
     job = scenario.start(training, more={"spares": 1})
     job.wait_step(5)
-    job.wait_condition("SparesReady", timeout_seconds=180)
+    job.wait_condition("SparesReady")
     ((spare, uid),) = _spares(job).items()
     job.wait_replicated(10)
     scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
@@ -33,7 +33,7 @@ def test_a_spare_pod_takes_the_place_of_a_deleted_one(scenario):
     assert status["members"] == [0, 1, 0]
     assert job.pod_name(1) == spare
     assert _spares(job)[spare] == uid, "no pod was created for the worker"
-    job.wait("a new spare", lambda: set(_spares(job)) - {spare}, 60)
+    job.wait("a new spare", lambda: set(_spares(job)) - {spare})
     [recovery] = job.status["recoveries"]
     # A peer that has not received ROUND yet refuses, and the store is asked at once.
     assert recovery["sources"].keys() & {"peer", "object"}, "the spare pod had no shard"

@@ -42,8 +42,8 @@ def test_a_young_job_that_lost_everything_starts_over_by_itself(scenario):
         job.wait_replicated(10)
         job.wait("the commit in the status", lambda: "lastCommittedStep" in job.status)
         _lose_two(job)
-        job.wait("the store's answer", lambda: _is_waiting_for(job, "WaitingForStore"), 180)
-    job.wait_round(1, 180)
+        job.wait("the store's answer", lambda: _is_waiting_for(job, "WaitingForStore"))
+    job.wait_round(1)
     assert job.status["lineage"] == [{"round": job.round}], "it has no restore point"
     assert job.status["recoveries"][-1]["lostSteps"] >= 10
     job.wait(
@@ -62,12 +62,12 @@ def test_a_job_that_may_not_start_over_waits_for_one_command(scenario):
     assert refused.returncode == 6, refused.stderr
     assert "would lose step" in refused.stderr, refused.stderr
     _lose_two(job)
-    lost = job.wait_condition("CheckpointsLost", "True", 180)
+    lost = job.wait_condition("CheckpointsLost")
     assert f"holdfast restart {job.name}" in lost["message"]
     ended = _restart(job)
     assert ended.returncode == 0, ended.stderr
     _restart(job)  # it starts over once, whatever the second command meets
-    job.wait_round(1, 180)
-    job.wait_condition("CheckpointsLost", "False", 60)
+    job.wait_round(1)
+    job.wait_condition("CheckpointsLost", "False")
     assert job.status["lineage"] == [{"round": 1}], "it started over once"
     scenario.finish_and_judge(job)

@@ -55,7 +55,6 @@ def lose_a_pod_during(change: Callable[[], str], tag: str, job: Job, worker: int
         wait_for(
             f"an operator pod with tag {tag}",
             lambda: tag in operator_tags(job.kube),
-            timeout_seconds=120,
             describe=lambda: show(job.kube.pods(install.NAMESPACE)),
             every_seconds=0.02,
         )
@@ -65,7 +64,6 @@ def lose_a_pod_during(change: Callable[[], str], tag: str, job: Job, worker: int
     wait_for(
         f"no operator pod but those with tag {tag}",
         lambda: operator_tags(job.kube) == {tag},
-        timeout_seconds=120,
         describe=lambda: show(job.kube.pods(install.NAMESPACE)),
     )
     return replicated

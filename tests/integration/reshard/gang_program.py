@@ -207,7 +207,7 @@ def main(folder: Path, rank: int, done: Callable[[str], None]) -> None:
                 continue  # idle until a phase includes this rank again
             child = os.fork()
             if child == 0:
-                faulthandler.dump_traceback_later(300, exit=True)
+                faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
                 code = 1
                 try:
                     phase_process(name, number, rank, folder)
