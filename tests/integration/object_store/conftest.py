@@ -17,7 +17,7 @@ from typing import ClassVar
 import pytest
 from tests.support.hang import HANG_SECONDS
 from tests.support.servers.azurite_server import AzuriteServer
-from tests.support.servers.hostile_s3 import HostileProxy
+from tests.support.servers.hostile_s3 import DripReply, Hang, HostileProxy
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.settings import find_tool
 from tests.support.servers.store_server import (
@@ -180,19 +180,22 @@ def proxy(server: StoreServer) -> Iterator[HostileProxy]:
 
 @pytest.fixture
 def proxied(
-    server: StoreServer, store: StoreConfig, proxy: HostileProxy, quick: Retrier
+    request: pytest.FixtureRequest,
+    server: StoreServer,
+    store: StoreConfig,
+    proxy: HostileProxy,
+    quick: Retrier,
 ) -> Iterator[ObjectTier]:
     """Return a tier on the same store as `tier`, through the proxy.
 
-    It times out after some seconds of silence. A server whose disk is slow may be silent for one.
+    It times out after seconds only in a case with a parameter that lets the proxy be silent or slow. A server
+    whose disk is slow is silent as well, and a request that is sent again would be one too many.
     """
     config = server.config(store.prefix, endpoint=proxy.endpoint)
-    tier = s3_tier(
-        config,
-        server.credentials,
-        retrier=quick,
-        timeouts=Timeouts(2.0, idle_seconds=5.0, grace_seconds=5.0),
-    )
+    parameters = request.node.callspec.params.values()
+    silent = any(isinstance(value, Hang | DripReply) for value in parameters)
+    timeouts = Timeouts(idle_seconds=5.0, grace_seconds=5.0) if silent else Timeouts()
+    tier = s3_tier(config, server.credentials, retrier=quick, timeouts=timeouts)
     yield tier
     tier.close()
 

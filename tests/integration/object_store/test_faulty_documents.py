@@ -183,13 +183,16 @@ def test_a_redirect_is_never_followed(bench: Bench, status: int) -> None:
     assert not bench.is_stored(bench.whole)
 
 
+@pytest.mark.parametrize("drip", [DripReply(0.5)], ids=["drip"])
 @pytest.mark.parametrize("way", ["upload", "download", "manifest"])
-def test_a_store_that_only_drips_is_given_up_and_asked_again(bench: Bench, way: str) -> None:
+def test_a_store_that_only_drips_is_given_up_and_asked_again(
+    bench: Bench, way: str, drip: DripReply
+) -> None:
     if way != "upload":
         bench.honest.upload_shard(NAMESPACE, bench.parts)
         bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')
     matches = {"upload": COMPLETE, "download": FIRST_RUN, "manifest": GET}[way]
-    fault = bench.proxy.add(matches, DripReply(0.5))
+    fault = bench.proxy.add(matches, drip)
     match way:
         case "upload":
             bench.tier.upload_shard(NAMESPACE, bench.parts)

@@ -22,16 +22,15 @@ def begins():
     os.write(1, b"x")
 def spin():
     while True: pass
+PROGRAM = "import os; os.write(1, b'x')\\nwhile True: pass"
 {work}
 """
 AT_WORK = {
     "a loop of one line": "begins(); spin()",
     "one long call into C": "begins(); hashlib.pbkdf2_hmac('sha256', b'p', b's', 2**31 - 1)",
-    "a program that it has started": (
-        "begins(); subprocess.run([sys.executable, '-c', 'while True: pass'])"
-    ),
+    "a program that it has started": "subprocess.run([sys.executable, '-c', PROGRAM])",
     "a program that a program has started": (
-        "begins(); subprocess.run(['sh', '-c', sys.executable + \" -c 'while True: pass'; true\"])"
+        "subprocess.run(['sh', '-c', '\"$0\" -c \"$1\"; true', sys.executable, PROGRAM])"
     ),
     "a download": (
         "a, b = socket.socketpair()\n"
