@@ -23,7 +23,6 @@ from holdfast_core.messages.schema import (
     ListedShard,
     RestorePoint,
     Round,
-    RoundTimes,
 )
 from holdfast_sidecar.coordinator.gathered import common_round
 from holdfast_sidecar.wire.server import Versioned
@@ -145,7 +144,9 @@ class Gang:
             last_replicated=point,
             last_persisted=point,
             last_persisted_bytes=100 * self.workers,
-            times=RoundTimes(0.1, 0.2, 0.3),
+            rehydrate_seconds=0.1,
+            rendezvous_seconds=0.2,
+            first_step_seconds=0.3,
         )
         self._coordinate(self.members[message.coordinator])
 
@@ -171,7 +172,9 @@ class Gang:
             last_persisted=state.last_persisted,
             last_persisted_bytes=state.last_persisted_bytes,
             progress=progress,
-            times=state.times,
+            rehydrate_seconds=state.rehydrate_seconds,
+            rendezvous_seconds=state.rendezvous_seconds,
+            first_step_seconds=state.first_step_seconds,
             accepted=self._accepted(state.round),
         )
 

@@ -27,8 +27,7 @@ from holdfast_core.api import (
     StoreDrills,
     changed,
 )
-from holdfast_core.ids import CheckpointId, Level, RestartRound, Step
-from holdfast_core.messages.schema import StepState
+from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_operator.decide.checkpoints import WRITES_PER_PASS, unsaved
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.drills import drill_result, drilled_status
@@ -208,22 +207,18 @@ def on_nodes(**changes: Any) -> Observed:
     return world(checkpoints=(changed(held, status=status),), **given)
 
 
-def step_state(step: int) -> StepState:
-    return StepState(Step(step), RestartRound(2), Level.REPLICATED, 2, 2, 0, 2)
-
-
 def only(found: dict[str, CheckpointStatus]) -> tuple[str, str]:
     (status,) = found.values()
     return restorable(status)
 
 
 def test_the_nodes_have_what_the_coordinator_reports() -> None:
-    observed = on_nodes(coordinator={"steps": (step_state(40),)})
+    observed = on_nodes(coordinator={"committed": (Step(40),)})
     assert only(written(observed)) == ("True", "Committed")
 
 
 def test_nothing_is_said_of_what_may_be_pruned_on_the_nodes() -> None:
-    assert written(on_nodes(coordinator={"steps": (step_state(70),)})) == {}
+    assert written(on_nodes(coordinator={"committed": (Step(70),)})) == {}
 
 
 def test_without_pods_there_is_no_copy() -> None:

@@ -33,7 +33,7 @@ from holdfast_core.api import (
     merge_patch,
 )
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import CoordinatorState, DeadRank, Hang, RestorePoint
+from holdfast_core.messages.schema import CoordinatorState, DeadRank, RestorePoint
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.evidence import Failure, with_restart
 from holdfast_operator.decide.failures import rule_on
@@ -109,8 +109,8 @@ def hung(*late: int) -> Observed:
     """Return a gang that hangs, in which these ranks are late."""
     observed = gang()
     assert observed.coordinator is not None
-    hang = Hang(tuple(map(Rank, late)), "no rank has finished a step for 61 s")
-    return replace(observed, coordinator=replace(observed.coordinator, hang=hang))
+    text, ranks = "no rank has finished a step for 61 s", tuple(map(Rank, late))
+    return replace(observed, coordinator=replace(observed.coordinator, hang=text, late=ranks))
 
 
 EVICTED = pod(

@@ -34,7 +34,6 @@ from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
     RestorePoint,
-    RoundTimes,
 )
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.evidence import Failure
@@ -110,13 +109,13 @@ def trained() -> Timeline:
 
 
 DEAD = DeadRank(Rank(1), Worker(1), -9, "")
-TIMES = RoundTimes(rehydrate_seconds=0.5, rendezvous_seconds=1.2, first_step_seconds=0.25)
+TIMES = {"rehydrate_seconds": 0.5, "rendezvous_seconds": 1.2, "first_step_seconds": 0.25}
 
 
 def restarted(timeline: Timeline, seen_at: float) -> TrainingJobStatus:
     """Run from the pass that sees the fault: the gang is sealed 2 s later, and trains 3 s after that."""
     timeline.at(seen_at + 2.0, sidecars=holders(1), coordinator=None)
-    return timeline.at(seen_at + 5.0, coordinator=state(1, 11, times=TIMES))
+    return timeline.at(seen_at + 5.0, coordinator=state(1, 11, **TIMES))
 
 
 def assert_adds_up(record: RecoveryStatus | None) -> RecoveryStatus:
@@ -139,7 +138,7 @@ def test_the_record_says_from_where_the_ranks_restored(
     timeline = trained()
     timeline.at(121.5, coordinator=state(0, 12, dead=(DEAD,)))
     status = timeline.at(123.5, sidecars=holders(1), coordinator=None)
-    status = timeline.at(126.5, coordinator=state(1, 11, times=TIMES, restored_from=reported))
+    status = timeline.at(126.5, coordinator=state(1, 11, restored_from=reported, **TIMES))
     assert status.last_recovery is not None
     assert status.last_recovery.sources == shown
 
@@ -271,7 +270,7 @@ def test_back_off_is_a_separate_phase() -> None:
         timeline.at(base, coordinator=dead)
         timeline.at(base + 70.0)
         timeline.at(base + 71.0, coordinator=None, sidecars=holders(round_ + 1))
-        running = state(round_ + 1, 12, times=TIMES, last_local=None)
+        running = state(round_ + 1, 12, last_local=None, **TIMES)
         record = timeline.at(base + 80.0, coordinator=running).last_recovery
         assert_adds_up(record)
         base += 100.0
@@ -334,7 +333,7 @@ def test_a_gang_that_finishes_before_it_was_seen_to_run_closes_its_recovery() ->
     timeline.at(121.0)
     timeline.at(121.5, coordinator=state(0, 12, dead=(DEAD,)))
     timeline.at(123.5, sidecars=holders(1), coordinator=None)
-    ended = timeline.at(160.0, coordinator=state(1, 40, times=TIMES, finished=True))
+    ended = timeline.at(160.0, coordinator=state(1, 40, finished=True, **TIMES))
     assert ended.is_true(JobCondition.COMPLETE)
     assert ended.step == 40
     record = assert_adds_up(ended.last_recovery)
@@ -397,7 +396,7 @@ def test_the_phases_add_up_for_all_measurements(
         reason="RankFailed",
         begun_at=now(begin).utc,
     ).with_phases(detect=before[0], back_off=before[1])
-    found = state(1, 11, times=RoundTimes(*times), finished=finished)
+    found = state(1, 11, finished=finished, **dict(zip(TIMES, times, strict=True)))
     world = World(Observed(job=job(2, status(1)), memory=memory), moment)
     record = recovery.closed(begun, found, world)
     assert record.total_seconds is not None

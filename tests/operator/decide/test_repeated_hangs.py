@@ -11,7 +11,7 @@ from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import HangsStatus, RestorePointStatus, TrainingJobStatus, changed
 from holdfast_core.ids import Rank, RestartRound, Worker
-from holdfast_core.messages.schema import CoordinatorState, Hang
+from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import BeginRound, WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed
@@ -36,7 +36,8 @@ def gang(step: int, hangs: HangsStatus | None = None, *, hung: bool = True) -> O
             round=RestartRound(2),
             running=True,
             progress=progress_of(step, step),
-            hang=Hang((Rank(1),), TEXT) if hung else None,
+            hang=TEXT if hung else "",
+            late=(Rank(1),) if hung else (),
         ),
         memory=JobMemory(round=RestartRound(2), round_seen_at=0.0),
     )

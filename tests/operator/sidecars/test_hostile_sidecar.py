@@ -35,7 +35,7 @@ HOSTILE = {
     "infinite": state_with(progress=[rank(blocked_seconds=1)]).replace(
         b'"blocked_seconds": 1', b'"blocked_seconds": 1e999'
     ),
-    "negative": state_with(times={"rehydrate_seconds": -5}),
+    "negative": state_with(rehydrate_seconds=-5),
     "a version of thousands of digits": state_with(version=10**4000),
     "a long reason": state_with(failures=[{"tier": "node", "reason": "x" * 999, "message": ""}]),
     "half a surrogate pair": state_with(last_local={"step": 1, "round": 0, "manifest": "\ud800"}),

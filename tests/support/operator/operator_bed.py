@@ -33,7 +33,6 @@ from holdfast_core.ids import Digest, JobUid, RestartRound, Step
 from holdfast_core.messages.schema import (
     CoordinatorState,
     RestorePoint,
-    RoundTimes,
 )
 from holdfast_core.names import pod_name
 from holdfast_operator.model import labels
@@ -303,7 +302,9 @@ def training(version: int, round_: int, step: int) -> CoordinatorState:
         progress=progress_of(*[step] * WORKERS),
         last_local=RestorePoint(Step(step), RestartRound(round_), DIGEST),
         last_replicated=RestorePoint(Step(step), RestartRound(round_), DIGEST),
-        times=RoundTimes(0.1, 0.2, 0.3),
+        rehydrate_seconds=0.1,
+        rendezvous_seconds=0.2,
+        first_step_seconds=0.3,
     )
 
 

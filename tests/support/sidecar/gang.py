@@ -203,8 +203,8 @@ class Gang:
 
         def there(state: CoordinatorState) -> bool:
             point = state.last_replicated
-            known = {record.step for record in state.steps}
-            return point is not None and point.step == max(steps) and known == set(steps)
+            found = set(state.committed)
+            return point is not None and point.step == max(steps) and found == set(steps)
 
         await self.operator.state_until(
             coordinator, there, f"steps {sorted(steps)} at worker {coordinator}"

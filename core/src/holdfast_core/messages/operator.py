@@ -15,7 +15,6 @@ from msgspec import Meta
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     Digest,
-    Level,
     Rank,
     RestartRound,
     Step,
@@ -190,36 +189,6 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True)
-class StepState:
-    """State of one step in the coordinator's ledger. `prepared`, `replicated` and `uploaded` count ranks."""
-
-    step: Step
-    round: RestartRound
-    level: Level | None
-    prepared: Natural
-    replicated: Natural
-    uploaded: Natural
-    world_size: Natural
-    manifest: Digest | None = None
-    payload_bytes: Natural = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTimes:
-    """Seconds that each part of this round's start took, as the coordinator measured it.
-
-    None while the part is not over.
-    """
-
-    rehydrate_seconds: Seconds | None = None
-    """The longest rehydration of a worker."""
-    rendezvous_seconds: Seconds | None = None
-    """From a ROUND message with all addresses until the restore barrier is open on every worker."""
-    first_step_seconds: Seconds | None = None
-    """From the open barrier until every rank has finished a step."""
-
-
-@dataclass(frozen=True, slots=True)
 class GangProgress:
     """How far the ranks are that have finished a step of this round."""
 
@@ -233,15 +202,6 @@ class GangProgress:
     """Sum of their newest steps. It changes whenever a rank finishes a step."""
     blocked_seconds: Seconds = 0.0
     """The most seconds for which saves blocked the training of one of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hang(Clipped):
-    """The gang finishes no step, and no rank is at work."""
-
-    late: Annotated[tuple[Rank, ...], PerRank]
-    """The ranks that the others wait for. Empty if the stacks do not show it."""
-    message: ClippedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +227,8 @@ class CoordinatorState(Clipped):
 
     version: Natural
     round: RestartRound
-    steps: Many[StepState] = ()
-    """At most 16 steps of this round that are in progress or committed, oldest first."""
+    committed: Many[Step] = ()
+    """The newest committed steps of this round, at most 16, oldest first."""
     last_local: RestorePoint | None = None
     last_replicated: RestorePoint | None = None
     last_persisted: RestorePoint | None = None
@@ -283,7 +243,12 @@ class CoordinatorState(Clipped):
     progress: GangProgress | None = None
     """None before a rank has finished a step of this round."""
     failures: Many[Failure] = ()
-    times: RoundTimes = RoundTimes()
+    rehydrate_seconds: Seconds | None = None
+    """The longest rehydration of a worker in this round. None: it is not over."""
+    rendezvous_seconds: Seconds | None = None
+    """From a ROUND message with all addresses until the restore barrier was open on every worker."""
+    first_step_seconds: Seconds | None = None
+    """From the open barrier until every rank had finished a step."""
     running: bool = False
     """Every rank has finished a step of this round."""
     cannot_restore: ClippedText = ""
@@ -294,7 +259,10 @@ class CoordinatorState(Clipped):
     finished: bool = False
     """All ranks returned 0, and no step is being written, copied or uploaded any more."""
     saves_skipped: Natural = 0
-    hang: Hang | None = None
+    hang: ClippedText = ""
+    """Set when the gang finishes no step and no rank is at work: what is known of it."""
+    late: Annotated[tuple[Rank, ...], PerRank] = ()
+    """The ranks that the others wait for in the hang. Empty if the stacks do not show it."""
     accepted: AcceptedRound | None = None
     """The ROUND that every worker has accepted, with the highest of their versions. None unless every worker
     has reported lately, and all have accepted the same content. An operator that has just started then needs

@@ -395,7 +395,7 @@ class _Look:
         world = self._world
         if not any(m.alive for m in world.members):
             return False, Reason.PODS_GONE, _GONE
-        if any(s.step == id_.step and s.level is not None for s in world.state.steps):
+        if id_.step in world.state.committed:
             return True, Reason.COMMITTED, _COMPLETE
         if id_.round == world.round or world.coordinator is None:
             return None

@@ -363,11 +363,11 @@ def _of_grant(world: World) -> list[Failure]:
 def _of_hang(world: World) -> list[Failure]:
     """Return a failure of each worker that the gang waits for, or one of the gang if none is known."""
     hang, procs = world.state.hang, world.spec.procs_per_worker
-    if hang is None or world.status.restore_point is None:
+    if not hang or world.status.restore_point is None:
         return []
-    late = sorted({Worker(rank // procs) for rank in hang.late})
-    known = [Failure(Reason.HUNG, hang.message, w) for w in late if w < len(world.members)]
-    return known or [Failure(Reason.HUNG, hang.message)]
+    late = sorted({Worker(rank // procs) for rank in world.state.late})
+    known = [Failure(Reason.HUNG, hang, w) for w in late if w < len(world.members)]
+    return known or [Failure(Reason.HUNG, hang)]
 
 
 # --------------------------------------------------------------------------- which rule, which restart

@@ -550,5 +550,5 @@ def _is_routine(job: JobCalls, before: CoordinatorState | None, state: Coordinat
 
 
 def _entries(state: CoordinatorState) -> int:
-    lists = (state.steps, state.dead, state.failures)
+    lists = (state.committed, state.dead, state.failures)
     return sum(len(entries) for entries in lists)

@@ -441,7 +441,7 @@ class Coordinator:
         return CoordinatorState(
             version=self._versioned.version,
             round=self._parts.message.round,
-            steps=self._ledger.states(_SHOWN_STEPS),
+            committed=self._ledger.newest_committed(_SHOWN_STEPS),
             last_local=_point(self._ledger.newest(Level.LOCAL)),
             last_replicated=_point(self._ledger.newest(Level.REPLICATED)),
             last_persisted=self._uploads.last,
@@ -451,13 +451,16 @@ class Coordinator:
             dead=gathered.dead,
             progress=gathered.progress,
             failures=self._all_failures(),
-            times=gathered.times,
+            rehydrate_seconds=gathered.rehydrate_seconds,
+            rendezvous_seconds=gathered.rendezvous_seconds,
+            first_step_seconds=gathered.first_step_seconds,
             running=gathered.running,
             cannot_restore=gathered.cannot_restore,
             restore_may_succeed=gathered.restore_may_succeed,
             finished=self._end.finished,
             saves_skipped=gathered.saves_skipped,
             hang=self._hangs.hang,
+            late=self._hangs.late,
             accepted=gathered.accepted(self._parts.pod.clock.monotonic() - SILENT_SECONDS),
             save_tokens=self._parts.plans.save_tokens,
             stragglers=self._stragglers.found,
@@ -503,8 +506,8 @@ class Coordinator:
             changed = self._hangs.look(
                 self._parts.message.policy, self._parts.pod.clock.monotonic()
             )
-            if changed and self._hangs.hang is not None:
-                logs.warning("the gang hangs", detail=self._hangs.hang.message)
+            if changed and self._hangs.hang:
+                logs.warning("the gang hangs", detail=self._hangs.hang)
             if self._hangs.at_work:
                 changes.warning("no step", self._hangs.at_work, round=self._parts.message.round)
             else:

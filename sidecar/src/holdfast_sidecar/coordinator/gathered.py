@@ -15,7 +15,6 @@ from holdfast_core.messages.schema import (
     Interval,
     RankSaves,
     RankStack,
-    RoundTimes,
     WorkerReport,
 )
 from holdfast_sidecar.base.rounds import urgent_part, waiting_saves
@@ -258,20 +257,26 @@ class Gathered:
     @property
     def restored_from(self) -> dict[TierName, int] | None:
         """Number of ranks by tier. None before every worker has its shards."""
-        if self.times.rehydrate_seconds is None:
+        if self.rehydrate_seconds is None:
             return None
         return dict(Counter(t for r in self.reports.values() for t in r.restored_from))
 
     @property
-    def times(self) -> RoundTimes:
+    def rehydrate_seconds(self) -> float | None:
+        """The longest rehydration of a worker, or None before every worker has its shards."""
         known = [
             r.rehydrate_seconds for r in self.reports.values() if r.rehydrate_seconds is not None
         ]
-        rehydrated = max(known) if len(known) == len(self.workers) else None
-        barrier = None if self.barrier_at is None else self.barrier_at - self.started
-        first = (
-            None
-            if self.first_step_at is None or self.barrier_at is None
-            else max(0.0, self.first_step_at - self.barrier_at)
-        )
-        return RoundTimes(rehydrated, barrier, first)
+        return max(known) if len(known) == len(self.workers) else None
+
+    @property
+    def rendezvous_seconds(self) -> float | None:
+        """From the begin of this coordinator until the barrier was open on every worker."""
+        return None if self.barrier_at is None else self.barrier_at - self.started
+
+    @property
+    def first_step_seconds(self) -> float | None:
+        """From the open barrier until every rank had finished a step."""
+        if self.first_step_at is None or self.barrier_at is None:
+            return None
+        return max(0.0, self.first_step_at - self.barrier_at)

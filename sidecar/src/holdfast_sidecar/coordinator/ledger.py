@@ -21,7 +21,6 @@ from holdfast_core.messages.schema import (
     ReportedShard,
     RestorePoint,
     ShardInfo,
-    StepState,
     StoredAs,
 )
 from holdfast_core.store.rules import UploadQueue
@@ -126,19 +125,6 @@ class StepEntry:
 
     def point(self) -> RestorePoint:
         return RestorePoint(self.step, self.round, self.manifest_digest)
-
-    def state(self) -> StepState:
-        return StepState(
-            step=self.step,
-            round=self.round,
-            level=self.level,
-            prepared=len(self.shards),
-            replicated=len(self.replicated),
-            uploaded=len(self.uploaded),
-            world_size=self.world_size,
-            manifest=self.manifest_digest,
-            payload_bytes=self.payload_bytes,
-        )
 
 
 class Conflict(Exception):
@@ -384,7 +370,6 @@ class Ledger:
         """The newest steps that are forgotten and whose remaining shards are to be deleted."""
         return tuple(s for s in self._forgotten.pruned if s not in self.steps)
 
-    def states(self, limit: int) -> tuple[StepState, ...]:
-        """Return the states of the newest `limit` steps, oldest first."""
-        newest = sorted(self.steps)[-limit:]
-        return tuple(self.steps[s].state() for s in newest)
+    def newest_committed(self, limit: int) -> tuple[Step, ...]:
+        """Return the newest `limit` committed steps, oldest first."""
+        return tuple(sorted(s for s, e in self.steps.items() if e.level is not None)[-limit:])

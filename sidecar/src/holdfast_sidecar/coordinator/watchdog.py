@@ -58,7 +58,6 @@ from holdfast_core.ids import Level, Rank, Step, TierName
 from holdfast_core.messages.codec import MAX_STRAGGLERS
 from holdfast_core.messages.schema import (
     Failure,
-    Hang,
     Interval,
     Policy,
     Progress,
@@ -243,8 +242,8 @@ _NO_STACK = "its launcher sent no stack"
 
 def find_late(
     steps: Mapping[Rank, int], stacks: Mapping[Rank, RankStack], waited: float, limit: float
-) -> Hang:
-    """Describe a hang.
+) -> tuple[tuple[Rank, ...], str]:
+    """Return the ranks that the others wait for in a hang, and its description.
 
     Args:
         steps: Number of steps that each rank has finished.
@@ -260,7 +259,7 @@ def find_late(
     if others:
         what = "the others are" if late else "every rank is"
         text += f"; {what} in: {_places(others, stacks)}"
-    return Hang(tuple(late), text)
+    return tuple(late), text
 
 
 def _late(steps: Mapping[Rank, int], stacks: Mapping[Rank, RankStack]) -> list[Rank]:
@@ -332,7 +331,10 @@ class HangWatch:
         self._next_at = 0.0
         self.token = ""
         """The request for stacks that members have not all answered yet, or answered last. "": none."""
-        self.hang: Hang | None = None
+        self.hang = ""
+        """Description of the hang. "": there is none."""
+        self.late: tuple[Rank, ...] = ()
+        """The ranks that the others wait for in the hang."""
         self.at_work = ""
         """Why a gang without steps does not count as hung, for the log."""
 
@@ -360,11 +362,11 @@ class HangWatch:
     def _restart(self, finished: int, now: float) -> None:
         self._finished, self._since = finished, now
         self._next_at = 0.0
-        self.token, self.hang, self.at_work = "", None, ""
+        self.token, self.hang, self.late, self.at_work = "", "", (), ""
 
     def _wait(self, policy: Policy, now: float) -> None:
         waited = now - self._since
-        if self.hang is not None or waited < (policy.hang_seconds or MIN_SECONDS):
+        if self.hang or waited < (policy.hang_seconds or MIN_SECONDS):
             return
         limit = self._limit_seconds(policy)
         if limit is None or waited < max(limit, self._next_at):
@@ -386,7 +388,7 @@ class HangWatch:
             self.at_work = _described(stacks, waited, patience)
             self.token, self._next_at = "", min(waited + limit, patience)
             return
-        self.hang = find_late(self._gathered.rank_steps, stacks, waited, patience)
+        self.late, self.hang = find_late(self._gathered.rank_steps, stacks, waited, patience)
 
     def _limit_seconds(self, policy: Policy) -> float | None:
         """Return the limit, or None while there is none: it is off, or too few steps were measured."""

@@ -90,7 +90,6 @@ def begun(recovery: RecoveryStatus, fault: float | None, world: World) -> Recove
 
 def closed(recovery: RecoveryStatus, state: CoordinatorState, world: World) -> RecoveryStatus:
     """Return the complete record of a round in which every rank has finished a step or returned 0."""
-    times = state.times
     if state.restored_from is not None:  # a sidecar of an earlier version does not report it
         recovery = changed(recovery, sources={str(t): n for t, n in state.restored_from.items()})
     before = sum(recovery.phase_seconds.get(phase, 0.0) for phase in ("detect", "back_off"))
@@ -100,8 +99,8 @@ def closed(recovery: RecoveryStatus, state: CoordinatorState, world: World) -> R
     sealed, scheduled, begin = known
     end = max(scheduled, started_training_at(state, world))
     left = end - scheduled
-    rehydrate = min(left, times.rehydrate_seconds or 0.0)
-    first_step = min(left - rehydrate, times.first_step_seconds or 0.0)
+    rehydrate = min(left, state.rehydrate_seconds or 0.0)
+    first_step = min(left - rehydrate, state.first_step_seconds or 0.0)
     whole = recovery.with_phases(
         seal=_between(begin, sealed),
         schedule=_between(sealed, scheduled),
@@ -204,17 +203,15 @@ def _closed_by_another(
     The times that the other process measured are lost. The total is computed from the UTC stamp of the
     round's begin, and is never less than the sum of the known phases.
     """
-    times = state.times
-    rehydrate = times.rehydrate_seconds
-    rendezvous = times.rendezvous_seconds
+    rehydrate, rendezvous = state.rehydrate_seconds, state.rendezvous_seconds
     if rendezvous is not None:
         rendezvous = max(0.0, rendezvous - (rehydrate or 0.0))
-    known = before + sum(t or 0.0 for t in (rehydrate, rendezvous, times.first_step_seconds))
+    known = before + sum(t or 0.0 for t in (rehydrate, rendezvous, state.first_step_seconds))
     total = None
     if recovery.begun_at is not None:
         total = max(known, before + (now.utc - recovery.begun_at).total_seconds())
     phases = recovery.with_phases(
-        rehydrate=rehydrate, rendezvous=rendezvous, first_step=times.first_step_seconds
+        rehydrate=rehydrate, rendezvous=rendezvous, first_step=state.first_step_seconds
     )
     return changed(phases, total_seconds=None if total is None else round(total, 3))
 
@@ -225,12 +222,12 @@ def started_training_at(state: CoordinatorState, world: World) -> float:
     It is now, unless the gang has finished training already. Then it is the time at which the restore point
     was seen and the pods had started, plus the durations that the coordinator measured since.
     """
-    times, memory, now = state.times, world.memory, world.now
+    memory, now = world.memory, world.now
     chosen = memory.seen_at(Seen.CHOSEN)
     if not state.finished or chosen is None:
         return now.monotonic
     since = max(chosen, memory.seen_at(Seen.SCHEDULED) or chosen)
-    took = (times.rendezvous_seconds or 0.0) + (times.first_step_seconds or 0.0)
+    took = (state.rendezvous_seconds or 0.0) + (state.first_step_seconds or 0.0)
     return min(now.monotonic, since + took)
 
 
