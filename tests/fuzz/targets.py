@@ -36,7 +36,7 @@ from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step
 from holdfast_core.messages import schema
 from holdfast_core.messages.codec import dumps, loads
-from holdfast_core.messages.socket_frames import MESSAGES, UnknownMessage, parse_body, write_frame
+from holdfast_core.messages.socket_frames import MESSAGES, RawFrame, parse_body, write_frame
 from holdfast_core.node.documents import ROUND_FILE, WORKER_FILE, PodRecords
 from holdfast_core.node.files import DurableDirectories
 from holdfast_core.peer.protocol import receive_message, send_message
@@ -101,7 +101,7 @@ def _message(kind: type[Any]) -> Callable[[bytes], object]:
 
 def _frame(body: bytes) -> None:
     frame = parse_body(body)
-    if not isinstance(frame.message, UnknownMessage):
+    if not isinstance(frame.message, RawFrame):
         assert parse_body(write_frame(frame.message, frame.id)[4:]).id == frame.id
 
 

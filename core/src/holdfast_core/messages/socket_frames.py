@@ -1,11 +1,11 @@
 """Frames on the pod's Unix socket: u32 big-endian length, then JSON {type, id, body} of at most 1 MiB.
 
 asyncio code reads and builds frames with `read_frame` and `write_frame`. Threads that wait for one frame use
-`receive_frame` and `send_frame`, and a thread that also waits for others uses `FrameDecoder`.
+`receive_frame` and `send_frame`, and a thread that also waits for others uses `take_frames`.
 
 A request has id > 0 and gets one reply with the same id. A push has id 0 and gets none. A frame of an unknown
-type comes from a newer sender: a push is skipped, and a request is returned as UnknownMessage, so that the
-caller can refuse it.
+type comes from a newer sender: a push is skipped, and a request is returned with its RawFrame as message, so
+that the caller can refuse it.
 """
 
 from __future__ import annotations
@@ -54,14 +54,9 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
 """Every message type that the socket carries, by its name on the wire."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownMessage:
-    """A request of a type that this release does not support."""
+class RawFrame(msgspec.Struct):
+    """A frame as it is sent. It is the message of a Frame whose type this release does not support."""
 
-    type: str
-
-
-class _Envelope(msgspec.Struct):
     type: Text
     id: Natural = 0
     body: msgspec.Raw = msgspec.Raw(b"null")
@@ -88,7 +83,7 @@ def write_frame(message: Any, id: int = 0) -> bytes:
     name = type(message).__name__
     if MESSAGES.get(name) is not type(message):
         raise FormatError(f"{name} is not a message of the socket")
-    body = dumps(_Envelope(name, id, msgspec.Raw(dumps(message))))
+    body = dumps(RawFrame(name, id, msgspec.Raw(dumps(message))))
     if len(body) > MAX_MESSAGE_BYTES:
         raise FormatError(f"{name}: frame of {len(body)} bytes, at most {MAX_MESSAGE_BYTES}")
     return _LENGTH.pack(len(body)) + body
@@ -96,10 +91,10 @@ def write_frame(message: Any, id: int = 0) -> bytes:
 
 def parse_body(body: bytes) -> Frame:
     """Parse the body of a frame, which follows its length. Raises FormatError."""
-    frame = loads(_Envelope, body, limit_bytes=MAX_MESSAGE_BYTES)
+    frame = loads(RawFrame, body, limit_bytes=MAX_MESSAGE_BYTES)
     cls = MESSAGES.get(frame.type)
     if cls is None:
-        return Frame(frame.id, UnknownMessage(frame.type[:80]))
+        return Frame(frame.id, frame)
     return Frame(frame.id, loads(cls, bytes(frame.body), limit_bytes=MAX_MESSAGE_BYTES))
 
 
@@ -163,29 +158,22 @@ def receive_frame(sock: socket.socket) -> Frame | None:
             return frame
 
 
-class FrameDecoder:
-    """Splits a stream of bytes into frames. It buffers at most one incomplete frame."""
+def take_frames(received: bytearray) -> list[Frame]:
+    """Remove the frames that are complete from received bytes and return them.
 
-    def __init__(self) -> None:
-        self._buffer = b""
-
-    def feed(self, data: bytes) -> list[Frame]:
-        """Add received bytes and return the frames that are complete.
-
-        Raises FormatError for an invalid frame. The stream cannot be decoded any further then, and the
-        connection must be closed.
-        """
-        self._buffer += data
-        frames: list[Frame] = []
-        while len(self._buffer) >= _LENGTH.size:
-            end = _LENGTH.size + _checked_length(self._buffer[: _LENGTH.size])
-            if len(self._buffer) < end:
-                break
-            frame = parse_body(self._buffer[_LENGTH.size : end])
-            self._buffer = self._buffer[end:]
-            if not _is_unknown_push(frame):
-                frames.append(frame)
-        return frames
+    Raises FormatError for an invalid frame. The stream cannot be decoded any further then, and the
+    connection must be closed.
+    """
+    frames: list[Frame] = []
+    while len(received) >= _LENGTH.size:
+        end = _LENGTH.size + _checked_length(received[: _LENGTH.size])
+        if len(received) < end:
+            break
+        frame = parse_body(bytes(received[_LENGTH.size : end]))
+        del received[:end]
+        if not _is_unknown_push(frame):
+            frames.append(frame)
+    return frames
 
 
 def send_frame(sock: socket.socket, message: Any, id: int = 0) -> None:
@@ -200,7 +188,7 @@ def send_frame(sock: socket.socket, message: Any, id: int = 0) -> None:
         raise UnavailableError(f"socket: sending {type(message).__name__}: {error}") from error
 
 
-def _checked_length(head: bytes, limit_bytes: int = MAX_MESSAGE_BYTES) -> int:
+def _checked_length(head: bytes | bytearray, limit_bytes: int = MAX_MESSAGE_BYTES) -> int:
     (length,) = _LENGTH.unpack(head)
     if not 0 < length <= limit_bytes:
         raise FormatError(f"frame: {length} bytes, expected 1..{limit_bytes}")
@@ -225,4 +213,4 @@ def _receive(sock: socket.socket, length: int) -> bytes | None:
 
 
 def _is_unknown_push(frame: Frame) -> bool:
-    return frame.id == 0 and isinstance(frame.message, UnknownMessage)
+    return frame.id == 0 and isinstance(frame.message, RawFrame)

@@ -35,7 +35,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.messages.schema import Hello, HelloReply, Refusal, Refused, ShardFile
-from holdfast_core.messages.socket_frames import Frame, FrameDecoder, write_frame
+from holdfast_core.messages.socket_frames import Frame, take_frames, write_frame
 
 
 class OwnSocket(socket.socket):
@@ -309,8 +309,8 @@ class Link:
             logger.exception("handling a message from %s failed", self._peer)
 
     def _serve(self, connection: socket.socket) -> None:
-        decoder = FrameDecoder()
-        early = self._exchange_hello(connection, decoder)
+        received = bytearray()
+        early = self._exchange_hello(connection, received)
         connection.setblocking(False)
         for frame in early:
             self._handle(frame)
@@ -330,10 +330,10 @@ class Link:
                 for key, mask in selector.select():
                     if key.fileobj is wakers[0]:
                         wakers[0].recv(4096)
-                    elif mask & selectors.EVENT_READ and not self._receive(connection, decoder):
+                    elif mask & selectors.EVENT_READ and not self._receive(connection, received):
                         return
 
-    def _exchange_hello(self, connection: socket.socket, decoder: FrameDecoder) -> list[Frame]:
+    def _exchange_hello(self, connection: socket.socket, received: bytearray) -> list[Frame]:
         """Send Hello and wait for its reply. Return the other frames that arrived with it."""
         connection.settimeout(self._hello_seconds)
         connection.sendall(write_frame(self._events.hello(), 1 << 40))
@@ -342,7 +342,8 @@ class Link:
             data = connection.recv(_READ_BYTES)
             if not data:
                 raise ConnectionResetError("the connection was closed before HelloReply")
-            frames.extend(decoder.feed(data))
+            received += data
+            frames.extend(take_frames(received))
             for position, frame in enumerate(frames):
                 if frame.id == 1 << 40:
                     reply = frame.message
@@ -372,7 +373,7 @@ class Link:
                 break
         return pending
 
-    def _receive(self, connection: socket.socket, decoder: FrameDecoder) -> bool:
+    def _receive(self, connection: socket.socket, received: bytearray) -> bool:
         try:
             data, files, _, _ = socket.recv_fds(
                 connection, _READ_BYTES, _MAX_FILES, socket.MSG_CMSG_CLOEXEC
@@ -382,7 +383,8 @@ class Link:
         self._files.extend(files)
         if not data:
             return False
-        for frame in decoder.feed(data):
+        received += data
+        for frame in take_frames(received):
             self._handle(frame)
         return True
 
