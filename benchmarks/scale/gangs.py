@@ -14,13 +14,12 @@ from aiohttp import web
 from tests.support.operator.builders import stored_manifest
 from tests.support.operator.served_sidecar import ServedSidecar, document_of
 
-from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     AcceptedRound,
     CoordinatorState,
     GangProgress,
-    ListedShard,
     RestorePoint,
     Round,
 )
@@ -125,16 +124,10 @@ class Gang:
         step = self.first_step + FIRST_COMMIT
         manifest = stored_manifest(self.uid, step, message.round, self.workers)
         document = document_of(manifest)
-        listed = {
-            shard.rank: ListedShard(
-                manifest.step, manifest.restart_round, shard.rank, 100, shard.blake3, TierName.NODE
-            )
-            for shard in manifest.shards
-        }
         for worker, member in self.members.items():
             kept = sorted({(worker - 1) % self.workers, worker})
             member.hold(document)
-            member.shards = {(manifest.checkpoint, Rank(r)): listed[Rank(r)] for r in kept}
+            member.shards = {(manifest.checkpoint, Rank(r)): manifest.ref(Rank(r)) for r in kept}
         point = RestorePoint(Step(step), message.round, document.listed.manifest)
         self.state = CoordinatorState(
             version=0,

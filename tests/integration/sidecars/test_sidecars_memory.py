@@ -13,7 +13,7 @@ from tests.support.sidecar import FakeRank, until
 from tests.support.sidecar.gang import Gang, Gangs
 
 from holdfast_core.errors import UnavailableError
-from holdfast_core.ids import Level, Step, TierName
+from holdfast_core.ids import Level, Step
 from holdfast_core.messages.schema import (
     OVERTAKEN,
     Inventory,
@@ -84,17 +84,13 @@ def slow(gangs: Gangs, tmp_path: Path) -> SlowGang:
 
 async def complete_steps(gang: Gang, inventories: dict[int, Inventory]) -> list[int]:
     """Return the steps with a manifest and all of its shards, from which a round may start."""
-    there = {(s.step, s.round, s.rank, s.blake3) for i in inventories.values() for s in i.shards}
+    there = {ref for i in inventories.values() for ref in (*i.shards, *i.in_memory)}
     manifests = [
         await gang.operator.manifest(worker, listed)
         for worker, inventory in inventories.items()
         for listed in inventory.manifests
     ]
-    steps = {
-        m.step
-        for m in manifests
-        if all((m.step, m.restart_round, s.rank, s.blake3) in there for s in m.shards)
-    }
+    steps = {m.step for m in manifests if all(m.ref(s.rank) in there for s in m.shards)}
     return sorted(steps)
 
 
@@ -203,7 +199,7 @@ async def test_a_step_that_one_rank_alone_handed_over_is_not_restored(slow: Slow
         assert await gang.restored() == saved
         for worker in (0, 1):
             shards = (await gang.operator.inventory(worker)).shards
-            assert {s.step for s in shards if s.tier is TierName.NODE} == {2}
+            assert {s.step for s in shards} == {2}
 
 
 async def test_a_disk_that_continues_writes_the_newest_step_and_drops_the_older_ones(
@@ -220,7 +216,7 @@ async def test_a_disk_that_continues_writes_the_newest_step_and_drops_the_older_
         inventories = await slow.seal(1)
         assert await complete_steps(gang, inventories) == [1, 5, 6]
         for inventory in inventories.values():
-            assert {s.step for s in inventory.shards if s.tier is TierName.NODE} == {1, 5, 6}
+            assert {s.step for s in inventory.shards} == {1, 5, 6}
 
 
 async def test_a_restarted_sidecar_finds_the_steps_that_waited_in_slots(slow: SlowGang) -> None:
@@ -358,7 +354,7 @@ async def test_a_sidecar_that_dies_in_a_seal_writes_the_step_when_it_is_sealed_a
         gang.launchers.pop(1).close()
         await gang.relaunch(1)
         early = await gang.operator.inventory(1)
-        assert early.round == 0 or 2 in [s.step for s in early.shards], (
+        assert early.round == 0 or 2 in [s.step for s in (*early.shards, *early.in_memory)], (
             "the inventory is of round 0, or has step 2"
         )
         inventories = await finished(gang, await slow.seal(1))

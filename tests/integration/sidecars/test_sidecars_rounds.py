@@ -31,7 +31,7 @@ async def test_commit_reaches_replicated_on_every_member(gangs: Gangs) -> None:
         for worker in range(2):
             inventory = await gang.operator.inventory(worker)
             assert [(m.step, m.round) for m in inventory.manifests] == [(1, 0)]
-            on_disk = {s.rank for s in inventory.shards if s.tier is TierName.NODE}
+            on_disk = {s.rank for s in inventory.shards}
             assert on_disk == {0, 1}, "own shard and the other's copy"
 
 
@@ -84,7 +84,7 @@ async def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs, encryption:
 async def _on_disk(operator: FakeOperator, worker: int) -> set[tuple[int, int]]:
     """Return step and rank of each shard on the worker's node tier."""
     inventory = await operator.inventory(worker)
-    return {(s.step, s.rank) for s in inventory.shards if s.tier is TierName.NODE}
+    return {(s.step, s.rank) for s in inventory.shards}
 
 
 @pytest.mark.fault("A replaced pod is sealed for the round that replaced it, and still runs")
@@ -152,7 +152,7 @@ async def test_a_late_survivor_loses_what_it_committed_off_the_lineage(gangs: Ga
         for worker in (0, 1):
             found = await gang.operator.inventory(worker)
             assert [(m.step, m.round) for m in found.manifests] == [(2, 0)]
-            assert {(s.step, s.round) for s in found.shards if s.tier is TierName.NODE} == {(2, 0)}
+            assert {(s.step, s.round) for s in found.shards} == {(2, 0)}
         again = {w: bytes(reversed(data)) for w, data in abandoned.items()}
         for worker, data in again.items():
             await gang.ranks[worker].save(3, data)

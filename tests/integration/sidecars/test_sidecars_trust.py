@@ -15,7 +15,7 @@ from tests.support.sidecar.gang import Gangs
 from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.rank_layout import LayoutDigests
-from holdfast_core.ids import JobUid, Level, Rank, RestartRound, ShardRef, Step, Worker
+from holdfast_core.ids import JobUid, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     CopyReply,
     CopyRequest,
@@ -110,8 +110,7 @@ async def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gang
         await gang.commit(1, Level.LOCAL)
         uid = gang.operator.job_uid
         host, _, port = gang.operator.members[0].address.split(":")
-        shard = next(s for s in (await gang.operator.inventory(0)).shards if s.tier == "node")
-        ref = ShardRef(uid, shard.step, shard.round, shard.rank, shard.blake3)
+        ref = (await gang.operator.inventory(0)).shards[0]
         tier = DiskNodeTier(gang.root / "elsewhere", capacity_bytes=1 << 30)
         tier.open()
 

@@ -33,7 +33,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.api import with_status as job_with_status
 from holdfast_core.api.training_job import RestoreFromSpec
-from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.messages.schema import ListedManifest
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import back_to
@@ -97,7 +97,7 @@ def test_newest_complete_step() -> None:
         A,
         1,
         manifests=[manifest(10, 0), manifest(20, 0)],
-        shards=[held(20, 0, 0, TierName.MEMORY), held(20, 0, 1)],
+        shards=[held(20, 0, 0), held(20, 0, 1)],
     )
     choice = pick(SURVIVOR_AND_NEW, [A, NEW_B], [seen])
     assert isinstance(choice, Chosen)

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 from tests.support.operator.bench import KEY, UID, Bench, bench, pod_view
-from tests.support.operator.builders import stored_manifest
+from tests.support.operator.builders import held, stored_manifest
 from tests.support.operator.served_sidecar import Document, ServedSidecar, document_of
 
-from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step
-from holdfast_core.messages.schema import FinishCommit
+from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.messages.schema import FinishCommit, Inventory, ListedManifest
 from holdfast_operator.model.actions import CallPath
 from holdfast_operator.model.job import InventoryView, PodView, Reachable
 from holdfast_operator.sidecars import state as manifests
@@ -237,3 +237,15 @@ async def test_the_manifests_of_a_deleted_job_are_forgotten() -> None:
         )
         await b.until(lambda: b.view(PODS[0]).inventory is not None)
         assert fetched([server]) == [5, 5]
+
+
+async def test_a_shard_in_a_slot_counts_like_one_on_disk() -> None:
+    on_disk, in_memory = held(5, 0, 0), held(5, 0, 1)
+    inventory = Inventory(
+        Worker(0), "gpt-0-r0", RestartRound(1), 1, shards=(on_disk,), in_memory=(in_memory,)
+    )
+
+    async def fetch(listed: ListedManifest) -> bytes | None:
+        raise AssertionError(f"no manifest is listed, and {listed} was requested")
+
+    assert (await manifests.Manifests(UID).view(inventory, 2, fetch)).shards == (on_disk, in_memory)

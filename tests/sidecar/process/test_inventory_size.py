@@ -9,17 +9,19 @@ from holdfast_core.ids import (
     MAX_RANK,
     MAX_ROUND,
     MAX_STEP,
+    JobUid,
     Rank,
     RestartRound,
+    ShardRef,
     Step,
-    TierName,
     Worker,
 )
 from holdfast_core.messages.codec import MAX_INT, MAX_LISTED, dumps, loads, reply_limit_bytes
-from holdfast_core.messages.schema import Inventory, ListedManifest, ListedShard
+from holdfast_core.messages.schema import Inventory, ListedManifest
 from holdfast_sidecar.process.inventory import MOST_ENTRY_BYTES, fit
 
 ROUND = RestartRound(3)
+UID = JobUid("11111111-2222-3333-4444-555555555555")
 DIGEST = digest_of(b"x")
 
 
@@ -27,15 +29,18 @@ def listed(step: int, world_size: int) -> ListedManifest:
     return ListedManifest(Step(step), ROUND, DIGEST, world_size)
 
 
-def held(step: int, rank: int = 0) -> ListedShard:
-    return ListedShard(Step(step), ROUND, Rank(rank), 1 << 40, DIGEST, TierName.NODE)
+def held(step: int, rank: int = 0) -> ShardRef:
+    return ShardRef(UID, Step(step), ROUND, Rank(rank), DIGEST)
 
 
 def inventory(world_size: int, *steps: int, shards: int = 1) -> Inventory:
-    """Return an inventory with these steps, and with one shard of step 99999 that is in progress."""
+    """Return an inventory with these steps, which slots hold as well, and one shard of a later step."""
     found = tuple(listed(step, world_size) for step in steps)
     stored = [held(step, rank) for step in steps for rank in range(shards)]
-    return Inventory(Worker(0), "gpt-0-r0", ROUND, 1, found, (*stored, held(99999)))
+    slots = tuple(held(step) for step in steps)
+    return Inventory(
+        Worker(0), "gpt-0-r0", ROUND, 1, found, (*stored, held(99999)), in_memory=slots
+    )
 
 
 @pytest.mark.fault("An inventory is above the limit of a reply")
@@ -53,12 +58,13 @@ def test_the_oldest_steps_are_left_out(world_size: int, steps: int, shards: int,
     newest = list(range(steps - kept + 1, steps + 1))
     assert [m.step for m in fitting.manifests] == newest
     assert {s.step for s in fitting.shards} == {*newest, 99999}, "a step in progress stays"
+    assert [s.step for s in fitting.in_memory] == newest
 
 
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_the_reply_is_as_large_as_the_operator_accepts(world_size: int) -> None:
     limit_bytes = reply_limit_bytes(Inventory, world_size)
-    each = len(dumps(listed(100000, world_size))) + 8 * len(dumps(held(100000))) + 9
+    each = len(dumps(listed(100000, world_size))) + 9 * len(dumps(held(100000))) + 10
     many = range(100000, 100000 + 2 * limit_bytes // each)
     fitting = fit(inventory(world_size, *many, shards=8))
     data = dumps(fitting)
@@ -68,8 +74,7 @@ def test_the_reply_is_as_large_as_the_operator_accepts(world_size: int) -> None:
 
 def test_the_bound_of_an_entry_holds_for_the_largest_values() -> None:
     """The size of a small inventory is not measured, so no entry may be larger than the bound."""
-    shard = ListedShard(
-        Step(MAX_STEP), RestartRound(MAX_ROUND), Rank(MAX_RANK), MAX_INT, DIGEST, TierName.MEMORY
-    )
+    uid = JobUid("x" * 64)
+    shard = ShardRef(uid, Step(MAX_STEP), RestartRound(MAX_ROUND), Rank(MAX_RANK), DIGEST)
     manifest = ListedManifest(Step(MAX_STEP), RestartRound(MAX_ROUND), DIGEST, MAX_INT)
     assert max(len(dumps(entry)) + 1 for entry in (shard, manifest)) <= MOST_ENTRY_BYTES

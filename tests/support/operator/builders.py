@@ -48,11 +48,11 @@ from holdfast_core.ids import (
     JobUid,
     Rank,
     RestartRound,
+    ShardRef,
     Step,
-    TierName,
     Worker,
 )
-from holdfast_core.messages.schema import ListedShard, ShardInfo, UncommittedShard
+from holdfast_core.messages.schema import ShardInfo, UncommittedShard
 from holdfast_core.names import checkpoint_name, pod_name
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.job import (
@@ -280,7 +280,7 @@ def sidecar(
     round_: int,
     *,
     manifests: Iterable[ManifestView] = (),
-    shards: Iterable[ListedShard] = (),
+    shards: Iterable[ShardRef] = (),
     uncommitted: Iterable[UncommittedShard] = (),
     version: int = 0,
     **changes: Any,
@@ -361,15 +361,9 @@ def stored_manifest(job_uid: JobUid, step: int, round_: int = 0, ranks: int = 8)
     )
 
 
-def held(step: int, round_: int, rank: int, tier: TierName = TierName.NODE) -> ListedShard:
-    return ListedShard(
-        step=Step(step),
-        round=RestartRound(round_),
-        rank=Rank(rank),
-        payload_bytes=100,
-        blake3=shard_digest(step, round_, rank),
-        tier=tier,
-    )
+def held(step: int, round_: int, rank: int) -> ShardRef:
+    digest = shard_digest(step, round_, rank)
+    return ShardRef(UID, Step(step), RestartRound(round_), Rank(rank), digest)
 
 
 def uncommitted(step: int, round_: int, rank: int, world_size: int = 2) -> UncommittedShard:

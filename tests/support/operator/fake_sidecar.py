@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from tests.support.operator.builders import held, manifest_digest, uncommitted
 
 from holdfast_core.format.manifest import parse_manifest
-from holdfast_core.ids import CheckpointId, Rank, RestartRound, TierName, Worker, is_spare
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Worker, is_spare
 from holdfast_core.messages.schema import (
     FinishCommit,
     Inventory,
     ListedManifest,
-    ListedShard,
     Refusal,
     Refused,
     Round,
@@ -41,7 +40,7 @@ class FakeSidecar:
     message: Round | None = None
     """The newest ROUND, of the sealed round or of an earlier one."""
     manifests: dict[CheckpointId, ListedManifest] = field(default_factory=dict)
-    shards: dict[tuple[CheckpointId, Rank], ListedShard] = field(default_factory=dict)
+    shards: dict[tuple[CheckpointId, Rank], ShardRef] = field(default_factory=dict)
     saved: dict[CheckpointId, int] = field(default_factory=dict)
     """Number of ranks that saved each checkpoint of which this worker wrote its own shard."""
     stored: tuple[ListedManifest, ...] | None = None
@@ -86,7 +85,7 @@ class FakeSidecar:
         self.message, self.version = None, 0
 
     def keep(self, id_: CheckpointId, rank: Rank) -> None:
-        self.shards[(id_, rank)] = held(id_.step, id_.round, rank, TierName.NODE)
+        self.shards[(id_, rank)] = held(id_.step, id_.round, rank)
 
     def inventory(self) -> Inventory:
         return Inventory(

@@ -266,7 +266,7 @@ def _inventory_view(inventory: Inventory) -> InventoryView:
         worker=inventory.worker,
         launcher=inventory.launcher,
         manifests=tuple(manifest(m.step, m.round, m.world_size) for m in inventory.manifests),
-        shards=inventory.shards,
+        shards=(*inventory.shards, *inventory.in_memory),
         uncommitted=inventory.uncommitted,
         stored=inventory.stored,
     )

@@ -17,6 +17,7 @@ from holdfast_core.ids import (
     Digest,
     Rank,
     RestartRound,
+    ShardRef,
     Step,
     TierName,
     Worker,
@@ -145,18 +146,6 @@ class ListedManifest:
 
 
 @dataclass(frozen=True, slots=True)
-class ListedShard:
-    step: Step
-    round: RestartRound
-    rank: Rank
-    payload_bytes: Natural
-    blake3: Digest
-    tier: TierName
-    """MEMORY: a slot's header names this shard. NODE: the node tier has it, as the worker's own shard or as
-    a peer's copy."""
-
-
-@dataclass(frozen=True, slots=True)
 class UncommittedShard:
     """A shard of the worker's own rank on its node tier, whose checkpoint has no manifest there."""
 
@@ -178,7 +167,10 @@ class Inventory:
     version: Natural
     """Version of the newest ROUND message that the sidecar holds for `round`. 0 if it holds none."""
     manifests: Annotated[tuple[ListedManifest, ...], Meta(max_length=MAX_LISTED)] = ()
-    shards: Annotated[tuple[ListedShard, ...], ManyShards] = ()
+    shards: Annotated[tuple[ShardRef, ...], ManyShards] = ()
+    """Shards on the node tier, which are the worker's own ones and copies for peers."""
+    in_memory: Annotated[tuple[ShardRef, ...], ManyShards] = ()
+    """Shards in slots, by the headers of the slots."""
     uncommitted: Annotated[tuple[UncommittedShard, ...], Meta(max_length=MAX_LISTED)] = ()
     """The newest ones. If all ranks have one of a step, its commit can be finished."""
     launcher: bool = False

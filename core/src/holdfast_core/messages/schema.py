@@ -43,7 +43,6 @@ from holdfast_core.messages.operator import (
     GangRequest,
     Inventory,
     ListedManifest,
-    ListedShard,
     Member,
     Prune,
     Round,

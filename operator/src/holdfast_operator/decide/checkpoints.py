@@ -37,7 +37,7 @@ from holdfast_core.store_retention import needed_in_store, newest_record, plan_s
 from holdfast_operator.decide.facts.readable import (
     answered_of,
     candidates,
-    holders,
+    held,
     is_complete,
     may_store_shards,
     missing_ids,
@@ -412,7 +412,7 @@ class _Look:
     def _complete(self) -> frozenset[CheckpointId]:
         """Checkpoints of which the sidecars had every shard when this round began."""
         answered = answered_of(self._world)
-        known = holders(answered)
+        known = held(answered)
         found = candidates(self._world, answered)
         return frozenset(c.id for c in found if is_complete(c, known))
 

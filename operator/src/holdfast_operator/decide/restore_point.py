@@ -116,14 +116,14 @@ def choose(world: World) -> Choice:
     answered = readable.answered_of(world)
     unknown = [m for m in world.members if readable.may_store_shards(m, world)]
     found = readable.candidates(world, answered)
-    holders = readable.holders(answered)
-    best = readable.best(world, found, holders)
+    held = readable.held(answered)
+    best = readable.best(world, found, held)
     newest = _newest_known(world, found)
-    back = _rolled_back(world, found, holders, waits=bool(unknown))
+    back = _rolled_back(world, found, held, waits=bool(unknown))
     if back is not None:
         return back
     if unknown:
-        is_sure = best is not None and readable.is_sure(world, best, holders)
+        is_sure = best is not None and readable.is_sure(world, best, held)
         sure = best if is_sure else None
         reason = _reason_to_await_silent(world, answered, sure)
         below = newest is not None and (best is None or best.id.step < newest)
@@ -272,7 +272,7 @@ def _chosen(world: World, best: readable.Candidate, newest: Step | None, unknown
 
 
 def _rolled_back(
-    world: World, found: list[readable.Candidate], holders: readable.Holders, *, waits: bool
+    world: World, found: list[readable.Candidate], held: readable.Held, *, waits: bool
 ) -> Choice | None:
     """Return the choice that a person has ordered, or None if there is no order or it cannot be carried out.
 
@@ -284,7 +284,7 @@ def _rolled_back(
     if step is None:
         return None
     of_step = (c for c in found if c.id.step == step and c.id not in readable.missing_ids(world))
-    there = next((c for c in of_step if readable.is_complete(c, holders)), None)
+    there = next((c for c in of_step if readable.is_complete(c, held)), None)
     if there is not None:
         point = RestorePointStatus(step=step, round=there.id.round)
         text = (

@@ -30,11 +30,10 @@ from holdfast_core.api import (
 )
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
-from holdfast_core.ids import Digest, RestartRound, Step, Worker
+from holdfast_core.ids import Digest, RestartRound, ShardRef, Step, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     ListedManifest,
-    ListedShard,
     UncommittedShard,
 )
 from holdfast_operator.model import labels
@@ -386,7 +385,8 @@ class InventoryView:
     launcher: bool = False
     """Whether its launcher was connected."""
     manifests: tuple[ManifestView, ...] = ()
-    shards: tuple[ListedShard, ...] = ()
+    shards: tuple[ShardRef, ...] = ()
+    """Shards on its node tier and in its slots."""
     uncommitted: tuple[UncommittedShard, ...] = ()
     stored: tuple[ListedManifest, ...] | None = None
     """Newest checkpoints of the job in the object store. None: it was not asked, or the store not reached."""

@@ -108,7 +108,7 @@ class Manifests:
             worker=inventory.worker,
             launcher=inventory.launcher,
             manifests=tuple(found),
-            shards=inventory.shards,
+            shards=(*inventory.shards, *inventory.in_memory),
             uncommitted=inventory.uncommitted,
             stored=inventory.stored,
         )

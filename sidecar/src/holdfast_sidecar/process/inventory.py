@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,11 @@ from holdfast_core.errors import (
     UnreadableError,
 )
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
-from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step, TierName
+from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, ShardRef, Step, TierName
 from holdfast_core.messages.codec import MAX_LISTED, dumps, reply_limit_bytes
 from holdfast_core.messages.schema import (
     Inventory,
     ListedManifest,
-    ListedShard,
     UncommittedShard,
 )
 from holdfast_core.save.place import info_of
@@ -105,7 +104,7 @@ class Inventories:
         corrupt = partial(self._telemetry.metrics.corruption, TierName.NODE)
         manifests = await self._read.run(listed_manifests, self._node, uid, corrupt)
         slots, known = self._pod.settings.slots_dir, dict(self._stager.memory)
-        shards = await self._read.run(listed_shards, self._node, uid, slots, known)
+        shards, in_memory = await self._read.run(listed_shards, self._node, uid, slots, known)
         try:
             self._telemetry.metrics.free(await self._read.run(self._node.free_bytes))
         except HoldfastError as error:
@@ -119,6 +118,7 @@ class Inventories:
             version=state.version,
             manifests=manifests,
             shards=shards,
+            in_memory=in_memory,
             uncommitted=await self._uncommitted(state, manifests),
             launcher=launcher,
             stored=self._listed_of_store(state),
@@ -188,12 +188,12 @@ def fit(inventory: Inventory) -> Inventory:
         return inventory
     limit_bytes = reply_limit_bytes(Inventory, inventory.manifests[-1].world_size)
     first = max(0, len(inventory.manifests) - MAX_LISTED)
-    entries = len(inventory.shards) + len(inventory.manifests)
+    entries = len(inventory.shards) + len(inventory.in_memory) + len(inventory.manifests)
     if not first and entries * MOST_ENTRY_BYTES <= limit_bytes:
         return inventory  # The exact size need not be known.
     excess = len(dumps(inventory)) - limit_bytes
     shard_bytes: Counter[tuple[Step, RestartRound]] = Counter()
-    for shard in inventory.shards:
+    for shard in (*inventory.shards, *inventory.in_memory):
         shard_bytes[shard.step, shard.round] += len(dumps(shard)) + 1  # with the comma after it
     for manifest in inventory.manifests[:first]:
         excess -= len(dumps(manifest)) + 1 + shard_bytes[manifest.step, manifest.round]
@@ -204,8 +204,12 @@ def fit(inventory: Inventory) -> Inventory:
     if not first:
         return inventory
     omitted = {(m.step, m.round) for m in inventory.manifests[:first]}
-    shards = tuple(s for s in inventory.shards if (s.step, s.round) not in omitted)
-    return replace(inventory, manifests=inventory.manifests[first:], shards=shards)
+    shards, in_memory = (
+        tuple(s for s in found if (s.step, s.round) not in omitted)
+        for found in (inventory.shards, inventory.in_memory)
+    )
+    manifests = inventory.manifests[first:]
+    return replace(inventory, manifests=manifests, shards=shards, in_memory=in_memory)
 
 
 def listed_manifests(
@@ -260,22 +264,18 @@ def stored_manifests(
 
 def listed_shards(
     node: NodeTier, job_uid: JobUid, slots_dir: Path, known: dict[str, ShardRecord]
-) -> tuple[ListedShard, ...]:
-    """Return this job's shards on the node tier and in the slots of this pod. Blocking.
+) -> tuple[tuple[ShardRef, ...], tuple[ShardRef, ...]]:
+    """Return this job's shards on the node tier, and those in the slots of this pod. Blocking.
 
     Args:
         known: The digested shard that each slot held last. It counts only if the slot's header still agrees.
     """
     records = [r for r in node.list_shards() if r.header.job_uid == job_uid]
-    shards = [_listed(r, TierName.NODE) for r in records]
     identities = {
         (r.header.rank, r.header.round, r.header.step, r.header.payload_bytes): r for r in records
     }
-    for name in list_slots(slots_dir):
-        record = _in_slot(slots_dir, name, known.get(name), identities)
-        if record is not None:
-            shards.append(_listed(record, TierName.MEMORY))
-    return tuple(sorted(shards, key=lambda s: (s.step, s.round, s.rank, s.tier)))
+    slots = (_in_slot(slots_dir, n, known.get(n), identities) for n in list_slots(slots_dir))
+    return _listed(records), _listed(r for r in slots if r is not None)
 
 
 def _in_slot(
@@ -304,6 +304,5 @@ def _in_slot(
     return identities.get(identity)
 
 
-def _listed(record: ShardRecord, tier: TierName) -> ListedShard:
-    h = record.header
-    return ListedShard(h.step, h.round, h.rank, h.payload_bytes, record.blake3, tier)
+def _listed(records: Iterable[ShardRecord]) -> tuple[ShardRef, ...]:
+    return tuple(sorted((r.ref for r in records), key=lambda s: (s.checkpoint, s.rank)))

@@ -29,7 +29,7 @@ destroys it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -47,7 +47,7 @@ from holdfast_core.api import (
     changed,
     on_lineage,
 )
-from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_operator.decide.facts.world import (
     MemberState,
@@ -162,8 +162,8 @@ NEW_JOB = timedelta(minutes=5)
 difference of the clocks of the operator and the API server."""
 STORE_SECONDS = 30.0
 """Time for which a store must be known not to have a checkpoint before an older one is restored."""
-Holders = Mapping[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]]
-"""Workers that hold a shard, each with the tier, by checkpoint, rank and digest of the shard."""
+Held = frozenset[tuple[CheckpointId, Rank, Digest]]
+"""Shards that a worker holds, by checkpoint, rank and digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,22 +284,18 @@ def store_is_listed(answered: list[MemberState]) -> bool:
     return any(m.inventory is not None and m.inventory.stored is not None for m in answered)
 
 
-def holders(answered: list[MemberState]) -> Holders:
-    """Return who holds which shard, from the inventories of these members."""
-    found: dict[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]] = {}
-    for member in answered:
-        for shard in () if member.inventory is None else member.inventory.shards:
-            key = (CheckpointId(shard.step, shard.round), shard.rank, shard.blake3)
-            found.setdefault(key, []).append((member.worker, shard.tier))
-    return found
+def held(answered: list[MemberState]) -> Held:
+    """Return the shards that the inventories of these members list."""
+    lists = (m.inventory.shards for m in answered if m.inventory is not None)
+    return frozenset((s.checkpoint, s.rank, s.blake3) for found in lists for s in found)
 
 
-def is_complete(candidate: Candidate, known: Holders) -> bool:
+def is_complete(candidate: Candidate, known: Held) -> bool:
     """Return whether the checkpoint is persisted, or every rank's shard has a holder."""
     return candidate.persisted or _is_held(candidate, known)
 
 
-def is_sure(world: World, candidate: Candidate, known: Holders) -> bool:
+def is_sure(world: World, candidate: Candidate, known: Held) -> bool:
     """Return whether the checkpoint is complete even if what the store has lacked once is not in it now."""
     if candidate.id in missing_ids(world):
         return False
@@ -307,7 +303,7 @@ def is_sure(world: World, candidate: Candidate, known: Holders) -> bool:
     return in_store or _is_held(candidate, known)
 
 
-def _is_held(candidate: Candidate, known: Holders) -> bool:
+def _is_held(candidate: Candidate, known: Held) -> bool:
     info = candidate.info
     if info is None:
         return False
@@ -317,7 +313,7 @@ def _is_held(candidate: Candidate, known: Holders) -> bool:
     )
 
 
-def best(world: World, found: list[Candidate], known: Holders) -> Candidate | None:
+def best(world: World, found: list[Candidate], known: Held) -> Candidate | None:
     """Return the newest complete checkpoint. One that was missing is returned only if there is no other."""
     complete = [c for c in found if is_complete(c, known)]
     there = (c for c in complete if c.id not in missing_ids(world))
@@ -338,7 +334,7 @@ def leaves_missing_restore_point(world: World) -> bool:
     status = with_missing_restore_point(world.status)
     later = world.with_status(status)
     answered = answered_of(later)
-    found = best(later, candidates(later, answered), holders(answered))
+    found = best(later, candidates(later, answered), held(answered))
     return found is not None and found.id != point.id
 
 
@@ -577,7 +573,7 @@ def _best(
     world: World, answered: list[MemberState], but: CheckpointId | None = None
 ) -> CheckpointId | None:
     """Return the newest candidate of these members that is surely complete, other than `but`."""
-    known, found = holders(answered), candidates(world, answered)
+    known, found = held(answered), candidates(world, answered)
     return next((c.id for c in found if c.id != but and is_sure(world, c, known)), None)
 
 
@@ -627,7 +623,7 @@ def _untouched_since_chosen(world: World, answered: list[MemberState]) -> bool:
         return False  # a coordinator that was replaced within the round may not report it yet
     if point.step is None or point.job_uid is not None:
         return True
-    known = holders(answered)
+    known = held(answered)
     return any(
         (c.id.step, c.id.round) == (point.step, point.round) and is_complete(c, known)
         for c in candidates(world, answered)
