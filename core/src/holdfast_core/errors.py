@@ -6,6 +6,7 @@ is an attribute of the class. The object store's client reads it to decide about
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import ClassVar
 
 
@@ -109,10 +110,41 @@ class StaleRoundError(HoldfastError):
         self.own_version = own_version
 
 
-class RefusedError(HoldfastError):
-    """The receiver refused a well-formed request; `code` is a value of messages.schema.Refusal."""
+class Refusal(StrEnum):
+    """Why a receiver refuses a well-formed request. tests/sidecar/base/test_refusals.py lists the rules."""
 
-    def __init__(self, code: str, message: str) -> None:
+    STALE_ROUND = "StaleRound"
+    """The round of the request is older than the receiver's."""
+    FUTURE_ROUND = "FutureRound"
+    """The receiver is not sealed for the round of the request yet."""
+    SEALED = "Sealed"
+    """The receiver is sealed for its round and has not received the ROUND message yet. The sender tries
+    again later."""
+    NOT_NEWER = "NotNewer"
+    """The version of a ROUND message is not above the one that the receiver holds for that round."""
+    NOT_SEALED = "NotSealed"
+    """The receiver was not sealed for the round of a ROUND message."""
+    NOT_MEMBER = "NotMember"
+    """The sender's certificate names no current member of the job, or only the operator may send this
+    message."""
+    NOT_COORDINATOR = "NotCoordinator"
+    NOT_ASSIGNED = "NotAssigned"
+    """ROUND.copies does not assign this copy to the sender and the receiver."""
+    NO_SPACE = "NoSpace"
+    CONFLICT = "Conflict"
+    """The receiver has a different digest for the same step and round, or a copy that does not verify."""
+    PROTECTED = "Protected"
+    """Prune names a checkpoint that must stay: the restore point, a pinned step, the newest persisted step,
+    one that is being uploaded, or another job's."""
+    BUSY = "Busy"
+    NOT_FOUND = "NotFound"
+    BAD_REQUEST = "BadRequest"
+
+
+class RefusedError(HoldfastError):
+    """The receiver refused a well-formed request."""
+
+    def __init__(self, code: Refusal, message: str) -> None:
         super().__init__(message)
         self.code = code
 

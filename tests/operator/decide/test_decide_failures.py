@@ -32,7 +32,6 @@ from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
-    MemoryUse,
     RestorePoint,
 )
 from holdfast_operator.decide.decide import decide
@@ -208,7 +207,7 @@ def evicted_for(message: str) -> PodView:
             id="rank of a container that ran out of memory",
         ),
         pytest.param(
-            {"coordinator": state(dead=(replace(DEAD[0], out_of_memory=MemoryUse(1, 1)),))},
+            {"coordinator": state(dead=(replace(DEAD[0], out_of_memory="limit 4 MiB"),))},
             Reason.OOM_KILLED,
             (0, 0),
             1,

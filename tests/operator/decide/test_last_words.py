@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_core.ids import Rank, Worker
-from holdfast_core.messages.schema import DeadRank, MemoryUse
+from holdfast_core.messages.schema import DeadRank
 from holdfast_operator.model.reasons import LAST_OUTPUT_CHARACTERS, how_it_ended
 
 TORCH = """\
@@ -69,35 +69,16 @@ def test_the_end_of_a_rank_is_described(code: int, output: str, text: str) -> No
     assert how_it_ended(DeadRank(Rank(2), Worker(1), code, output)) == text
 
 
-GIB = 2**30
-
-
 @pytest.mark.parametrize(
-    ("code", "use", "text"),
+    ("code", "text"),
     [
-        (
-            -9,
-            MemoryUse(4 * GIB, 4 * GIB),
-            "was killed by SIGKILL, and its container ran out of memory: limit 4,096 MiB, peak 4,096 MiB",
-        ),
-        (
-            1,
-            MemoryUse(4 * GIB, None),
-            "ended with code 1, and its container ran out of memory: limit 4,096 MiB, peak not known: "
-            "boom",
-        ),
-        (
-            -9,
-            MemoryUse(None, 3 * GIB),
-            "was killed by SIGKILL, and its container ran out of memory: no limit, so the node ran out "
-            "of memory, peak 3,072 MiB",
-        ),
+        (-9, "was killed by SIGKILL, and its container ran out of memory: limit 4,096 MiB"),
+        (1, "ended with code 1, and its container ran out of memory: limit 4,096 MiB: boom"),
     ],
 )
-def test_the_end_of_a_rank_for_want_of_memory_names_limit_and_peak(
-    code: int, use: MemoryUse, text: str
-) -> None:
-    assert how_it_ended(DeadRank(Rank(2), Worker(1), code, "boom", use)) == text
+def test_the_end_of_a_rank_for_want_of_memory_names_the_memory(code: int, text: str) -> None:
+    dead = DeadRank(Rank(2), Worker(1), code, "boom", out_of_memory="limit 4,096 MiB")
+    assert how_it_ended(dead) == text
 
 
 def test_a_long_termination_message_is_cut() -> None:

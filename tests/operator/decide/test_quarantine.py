@@ -40,7 +40,7 @@ from holdfast_core.api import (
     merge_patch,
 )
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import CoordinatorState, DeadRank, MemoryUse, RestorePoint
+from holdfast_core.messages.schema import CoordinatorState, DeadRank, RestorePoint
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.gang import round_message
 from holdfast_operator.decide.restore_point import Chosen, Exhausted, Wait, choose
@@ -232,7 +232,7 @@ def test_ranks_that_are_killed_from_outside_do_not_count_against_the_restore_poi
         pytest.param(DeadRank(Rank(0), Worker(0), 1), True, id="both failed by themselves"),
         pytest.param(DeadRank(Rank(0), Worker(0), -9), False, id="killed from outside"),
         pytest.param(
-            DeadRank(Rank(0), Worker(0), -9, "", MemoryUse(1, 1)), False, id="out of memory"
+            DeadRank(Rank(0), Worker(0), -9, out_of_memory="limit 4 MiB"), False, id="out of memory"
         ),
     ],
 )

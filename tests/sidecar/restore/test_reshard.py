@@ -18,6 +18,7 @@ from holdfast_core.errors import (
     CorruptionError,
     HoldfastError,
     NotFoundError,
+    Refusal,
     RefusedError,
     StateMismatchError,
     UnavailableError,
@@ -207,7 +208,7 @@ def test_a_member_that_stays_away_is_reported_and_called_again(world: World) -> 
 
 @pytest.mark.fault("The store refuses its keys during a restore")
 @pytest.mark.parametrize(
-    "error", [AccessDeniedError("other keys"), RefusedError("BUSY", "not yet")]
+    "error", [AccessDeniedError("other keys"), RefusedError(Refusal.BUSY, "not yet")]
 )
 def test_a_place_that_refuses_now_is_asked_again(world: World, error: HoldfastError) -> None:
     """The shards may be there: a fill that gave up would let the job go back to an older step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Final
 
 from holdfast_core.errors import (
@@ -11,6 +10,7 @@ from holdfast_core.errors import (
     CorruptionError,
     FormatError,
     NotFoundError,
+    Refusal,
     RefusedError,
     StaleRoundError,
     StateMismatchError,
@@ -40,37 +40,6 @@ from holdfast_core.messages.codec import (
     Sparse,
     Text,
 )
-
-
-class Refusal(StrEnum):
-    """Why a receiver refuses a well-formed request. tests/sidecar/base/test_refusals.py lists the rules."""
-
-    STALE_ROUND = "StaleRound"
-    """The round of the request is older than the receiver's."""
-    FUTURE_ROUND = "FutureRound"
-    """The receiver is not sealed for the round of the request yet."""
-    SEALED = "Sealed"
-    """The receiver is sealed for its round and has not received the ROUND message yet. The sender tries
-    again later."""
-    NOT_NEWER = "NotNewer"
-    """The version of a ROUND message is not above the one that the receiver holds for that round."""
-    NOT_SEALED = "NotSealed"
-    """The receiver was not sealed for the round of a ROUND message."""
-    NOT_MEMBER = "NotMember"
-    """The sender's certificate names no current member of the job, or only the operator may send this
-    message."""
-    NOT_COORDINATOR = "NotCoordinator"
-    NOT_ASSIGNED = "NotAssigned"
-    """ROUND.copies does not assign this copy to the sender and the receiver."""
-    NO_SPACE = "NoSpace"
-    CONFLICT = "Conflict"
-    """The receiver has a different digest for the same step and round, or a copy that does not verify."""
-    PROTECTED = "Protected"
-    """Prune names a checkpoint that must stay: the restore point, a pinned step, the newest persisted step,
-    one that is being uploaded, or another job's."""
-    BUSY = "Busy"
-    NOT_FOUND = "NotFound"
-    BAD_REQUEST = "BadRequest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,16 +209,6 @@ class RankStack(Clipped):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Memory of a container when the kernel ended one of its processes because memory ran out."""
-
-    limit_bytes: Natural | None
-    """The container's limit. None: it has none, so the node ran out of memory."""
-    peak_bytes: Natural | None
-    """The most that the container has used. None: the kernel is older than 5.19 and does not record it."""
-
-
-@dataclass(frozen=True, slots=True)
 class DeadRank(Clipped):
     """A rank process that ended without a request to do so, and not with code 0."""
 
@@ -259,9 +218,9 @@ class DeadRank(Clipped):
     """Exit code, or -N for signal N."""
     message: ClippedText = ""
     """The end of the traceback, at most 2 KiB."""
-    out_of_memory: MemoryUse | None = None
-    """Set if the kernel ended a process of the container in this round because memory ran out. None as well
-    if the launcher ended with it."""
+    out_of_memory: Text = ""
+    """Memory limit and peak of the container, if the kernel ended one of its processes in this round because
+    memory ran out. "" as well if the launcher ended with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +299,7 @@ def refusal_of(error: BaseException) -> Refusal:
         case StaleRoundError():
             return Refusal.STALE_ROUND
         case RefusedError():
-            return Refusal(error.code)
+            return error.code
         case NotFoundError():
             return Refusal.NOT_FOUND
         case CorruptionError() | AlreadyExistsError():

@@ -9,18 +9,17 @@ the messages of one component. All other code imports them from here.
 
 from __future__ import annotations
 
+from holdfast_core.errors import Refusal
 from holdfast_core.ids import ShardRef
 from holdfast_core.messages.common import (
     CHECKPOINT_MISSING,
     DeadRank,
     Failure,
     Interval,
-    MemoryUse,
     Policy,
     Progress,
     RankStack,
     RankWork,
-    Refusal,
     Refused,
     RestorePoint,
     ShardInfo,

@@ -317,9 +317,9 @@ def _of_ranks(world: World) -> list[Failure]:
         # that the kernel ended with their launcher have this code.
         ended = dead.code == -signal.SIGKILL and pod is not None and pod.reason == OOM_KILLED
         text = f"rank {dead.rank} {how_it_ended(dead)}"
-        if ended and pod is not None and dead.out_of_memory is None:
+        if ended and pod is not None and not dead.out_of_memory:
             text += f": {out_of_memory(pod)}"
-        oom = ended or dead.out_of_memory is not None
+        oom = ended or bool(dead.out_of_memory)
         reason = Reason.OOM_KILLED if oom else Reason.RANK_FAILED
         found.append(Failure(reason, text, dead.worker, exit_code=dead.code))
     return found

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from holdfast_core.api import DAMAGED as _DAMAGED
 from holdfast_core.messages.schema import CHECKPOINT_MISSING as _MISSING
-from holdfast_core.messages.schema import DeadRank, MemoryUse
+from holdfast_core.messages.schema import DeadRank
 
 
 class Reason(StrEnum):
@@ -368,8 +368,8 @@ def how_it_ended(dead: DeadRank) -> str:
     The output is left out for SIGKILL and SIGTERM, because it does not explain a kill from outside.
     """
     text = _how(dead.code)
-    if dead.out_of_memory is not None:
-        text += f", and its container ran out of memory: {_memory(dead.out_of_memory)}"
+    if dead.out_of_memory:
+        text += f", and its container ran out of memory: {dead.out_of_memory}"
     output = "" if _was_killed(dead.code) else _last_output(dead.message)
     return f"{text}: {output}" if output else text
 
@@ -382,14 +382,6 @@ def _how(code: int) -> str:
     if _was_killed(code):
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with code {code}"
-
-
-def _memory(use: MemoryUse) -> str:
-    limit = "no limit, so the node ran out of memory"
-    if use.limit_bytes is not None:
-        limit = f"limit {use.limit_bytes / 2**20:,.0f} MiB"
-    peak = "peak not known" if use.peak_bytes is None else f"peak {use.peak_bytes / 2**20:,.0f} MiB"
-    return f"{limit}, {peak}"
 
 
 def _last_output(output: str) -> str:

@@ -43,7 +43,6 @@ from holdfast_core.messages.schema import (
     HelloReply,
     LauncherPlan,
     LauncherState,
-    MemoryUse,
     Ok,
     RankStack,
     Run,
@@ -106,11 +105,19 @@ class ContainerMemory:
         """Begin a round: only processes that the kernel ends after this call count."""
         self._kills = self._killed()
 
-    def exceeded(self) -> MemoryUse | None:
-        """Return the memory use if the kernel has ended a process in this round because memory ran out."""
+    def exceeded(self) -> str:
+        """Return limit and peak if the kernel has ended a process in this round because memory ran out.
+
+        Otherwise returns "".
+        """
         if self._killed() <= self._kills:
-            return None
-        return MemoryUse(self._read("memory.max"), self._read("memory.peak"))
+            return ""
+        limit, peak = "no limit, so the node ran out of memory", "peak not known"
+        if (most := self._read("memory.max")) is not None:
+            limit = f"limit {most / 2**20:,.0f} MiB"
+        if (used := self._read("memory.peak")) is not None:  # kernels before 5.19 do not record it
+            peak = f"peak {used / 2**20:,.0f} MiB"
+        return f"{limit}, {peak}"
 
     def _killed(self) -> int:
         """Return the number of processes of the cgroup that the kernel has ended because memory ran out."""
