@@ -22,12 +22,7 @@ from holdfast.launcher.pod import RoundRecord
 from holdfast_core.api import Checkpoint, CheckpointStore, TrainingJob
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
-from holdfast_core.errors import (
-    ConfigError,
-    CorruptionError,
-    FormatError,
-    HoldfastError,
-)
+from holdfast_core.errors import ConfigError, CorruptionError, FormatError, HoldfastError
 from holdfast_core.format.canonical import loads_strict, sealed
 from holdfast_core.format.keys import parse_key
 from holdfast_core.format.manifest import parse_manifest

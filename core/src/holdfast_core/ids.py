@@ -108,14 +108,26 @@ class ShardRef:
         return CheckpointId(self.step, self.round)
 
 
-_Position = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """One rank's shard of a checkpoint, with the digests by which it is verified."""
+
+    rank: Rank
+    payload_bytes: Natural
+    blake3: Digest
+    """BLAKE3 of the payload."""
+    chunk_table: Digest
+    """BLAKE3 of the packed chunk table."""
 
 
 class ByteRange(NamedTuple):
     """Half-open byte range: start <= position < stop."""
 
-    start: _Position
-    stop: _Position
+    start: Natural
+    stop: Natural
 
     @property
     def length_bytes(self) -> int:

@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.servers.minio_server import MinioServer
-from tests.support.shards.builders import (
-    JOB,
-    JOB_UID,
-    BytesSource,
-    payload,
-    shard_header,
-    weights,
-)
+from tests.support.shards.builders import JOB, JOB_UID, BytesSource, payload, shard_header, weights
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.stores import s3_tier
@@ -29,12 +22,7 @@ from holdfast_core.format.keys import job_prefix, shard_key
 from holdfast_core.format.manifest import Manifest, manifest_shards
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, layout_digests
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, Rank, RestartRound, ShardRef, Step
-from holdfast_core.messages.schema import (
-    Member,
-    PersistRequest,
-    RestorePoint,
-    StoredAs,
-)
+from holdfast_core.messages.schema import Member, PersistRequest, RestorePoint, StoredAs
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import CHUNK_BYTES, Trailer
 from holdfast_core.shards.pack import PackIndex
@@ -109,7 +97,7 @@ class Pod:
             own = data if alike else own_bytes(rank, data)
             record = node.write_shard(header, BytesSource(own))
             digests = layout_digests(LAYOUTS[rank])
-            shards.append((SIZE, record.blake3, record.chunk_table, digests))
+            shards.append((record.info, digests))
             node.put_layout(LAYOUTS[rank])
         manifest = Manifest(JOB, Step(step), RestartRound(0), RANKS, None, manifest_shards(shards))
         self.node.put_manifest(JOB_UID, manifest.checkpoint, manifest.to_bytes())

@@ -10,12 +10,7 @@ from tests.support.sidecar.gang import JOB_UID, NAMESPACE, Gang, Gangs, payload
 
 from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.format.canonical import digest_of
-from holdfast_core.format.manifest import (
-    JobIdentity,
-    Manifest,
-    manifest_digest,
-    manifest_shards,
-)
+from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_digest, manifest_shards
 from holdfast_core.ids import JobUid, Level, RestartRound, Step
 from holdfast_core.messages.schema import FinishCommit, Inventory, Refusal, RestorePoint
 
@@ -43,9 +38,7 @@ def manifest_of(*sealed: Inventory, job_uid: str = JOB_UID) -> Manifest:
         restart_round=RestartRound(0),
         world_size=2,
         parent=None,
-        shards=manifest_shards(
-            [(i.shard.payload_bytes, i.shard.blake3, i.shard.chunk_table, i.layout) for i in found]
-        ),
+        shards=manifest_shards([(i.shard, i.layout) for i in found]),
     )
 
 

@@ -14,12 +14,7 @@ from tests.support.sidecar.gang import Gang, Gangs
 
 from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import Level, Step
-from holdfast_core.messages.schema import (
-    OVERTAKEN,
-    Inventory,
-    Policy,
-    RestorePoint,
-)
+from holdfast_core.messages.schema import OVERTAKEN, Inventory, Policy, RestorePoint
 from holdfast_core.shm.slot_file import SlotState
 
 pytestmark = pytest.mark.integration

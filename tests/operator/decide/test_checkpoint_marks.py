@@ -7,14 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import (
-    START,
-    checkpoint,
-    condition,
-    now,
-    request,
-    store,
-)
+from tests.support.operator.builders import START, checkpoint, condition, now, request, store
 from tests.support.operator.decisions import of_kind, status_of
 from tests.support.operator.persisting import persisted, point, world
 

@@ -29,11 +29,7 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import (
-    CoordinatorState,
-    DeadRank,
-    RestorePoint,
-)
+from holdfast_core.messages.schema import CoordinatorState, DeadRank, RestorePoint
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.ends import COORDINATOR_ANSWER_SECONDS, KUBELET_SECONDS
 from holdfast_operator.decide.gang import round_message

@@ -30,11 +30,7 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.messages.schema import (
-    CoordinatorState,
-    DeadRank,
-    RestorePoint,
-)
+from holdfast_core.messages.schema import CoordinatorState, DeadRank, RestorePoint
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.evidence import Failure
 from holdfast_operator.decide.facts.world import World

@@ -8,13 +8,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import (
-    DeadRank,
-    Policy,
-    Progress,
-    RankStack,
-    WorkerReport,
-)
+from holdfast_core.messages.schema import DeadRank, Policy, Progress, RankStack, WorkerReport
 from holdfast_sidecar.coordinator.gathered import Gathered
 from holdfast_sidecar.coordinator.watchdog import HangWatch, find_late
 

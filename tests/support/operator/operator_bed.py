@@ -30,10 +30,7 @@ from tests.support.servers.ports import free_port
 
 from holdfast_core.contract import StoreVerb
 from holdfast_core.ids import Digest, JobUid, RestartRound, Step
-from holdfast_core.messages.schema import (
-    CoordinatorState,
-    RestorePoint,
-)
+from holdfast_core.messages.schema import CoordinatorState, RestorePoint
 from holdfast_core.names import pod_name
 from holdfast_operator.model import labels
 from holdfast_operator.model.ownership import command_prefix

@@ -14,14 +14,8 @@ import msgspec
 from holdfast_core.format.canonical import digest_of, dumps_canonical
 from holdfast_core.format.manifest import JobIdentity, Manifest, manifest_document, manifest_shards
 from holdfast_core.format.payload import PayloadPlan, plan_payload
-from holdfast_core.format.rank_layout import (
-    LayoutDigests,
-    RankLayout,
-    TensorSlice,
-    layout_digests,
-)
+from holdfast_core.format.rank_layout import LayoutDigests, RankLayout, TensorSlice, layout_digests
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
-from holdfast_core.save.place import info_of
 from holdfast_core.shards.file import (
     CHUNK_BYTES,
     ShardHeader,
@@ -152,15 +146,7 @@ def manifest(records: Sequence[ShardRecord], *, parent: Digest | None = None) ->
         world_size=len(records),
         parent=parent,
         shards=manifest_shards(
-            [
-                (
-                    record.header.payload_bytes,
-                    record.blake3,
-                    record.chunk_table,
-                    layout_digests_of(record.header),
-                )
-                for record in records
-            ]
+            [(record.info, layout_digests_of(record.header)) for record in records]
         ),
     )
 
@@ -173,7 +159,7 @@ def build_manifest(
 ) -> bytes:
     """Return the manifest document of the shards of all ranks, which may be in any order."""
     ordered = sorted(shards, key=lambda shard: shard[0].header.rank)
-    entries = [info_of(record).entry(layout) for record, layout in ordered]
+    entries = [(record.info, layout) for record, layout in ordered]
     return manifest_document(job, ordered[0][0].checkpoint, parent, entries)
 
 

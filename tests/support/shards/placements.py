@@ -16,7 +16,7 @@ from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.manifest import ManifestShard, manifest_shards
 from holdfast_core.format.payload import plan_payload
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice, layout_digests
-from holdfast_core.ids import Rank
+from holdfast_core.ids import Rank, ShardInfo
 from holdfast_core.reshard.boxes import Box
 from holdfast_core.reshard.plan import Move, SliceSearch, by_source, reads_of
 
@@ -88,8 +88,11 @@ def shards_of(layouts: Sequence[RankLayout]) -> tuple[ManifestShard, ...]:
     some = digest_of(b"")
     return manifest_shards(
         [
-            (layout.payload_bytes, some, some, layout_digests(layout.to_bytes()))
-            for layout in layouts
+            (
+                ShardInfo(Rank(rank), layout.payload_bytes, some, some),
+                layout_digests(layout.to_bytes()),
+            )
+            for rank, layout in enumerate(layouts)
         ]
     )
 

@@ -274,7 +274,7 @@ class Gang:
             JobIdentity(NAMESPACE, "gpt", JOB_UID),
             id_,
             None,
-            [s.shard.entry(s.layout) for s in shards],
+            [(s.shard, s.layout) for s in shards],
         )
         sealed = (await self.operator.inventory(worker)).round
         message = FinishCommit(sealed, id_.step, id_.round, document.decode())

@@ -29,6 +29,7 @@ from holdfast_core.ids import (
     JobUid,
     Rank,
     RestartRound,
+    ShardInfo,
     ShardRef,
     Step,
 )
@@ -74,6 +75,10 @@ class ManifestShard(
     same_boxes: Rank
     """The lowest rank that has the same boxes of the same tensors at the same bytes of its payload."""
 
+    @property
+    def info(self) -> ShardInfo:
+        return ShardInfo(self.rank, self.payload_bytes, self.blake3, self.chunk_table)
+
 
 class Manifest(TypedDocument, frozen=True, tag=FORMAT_VERSION):
     """Manifest of one checkpoint. `shards` holds every rank once, in order."""
@@ -114,22 +119,22 @@ _DECODER = msgspec.json.Decoder(Manifest)
 
 
 def manifest_shards(
-    entries: Sequence[tuple[int, Digest, Digest, LayoutDigests]],
+    entries: Sequence[tuple[ShardInfo, LayoutDigests]],
 ) -> tuple[ManifestShard, ...]:
-    """Return the entries of all shards, from (payload bytes, BLAKE3, chunk table, layout) by rank."""
+    """Return the entries of all shards, from each shard and its layout, by rank."""
     tensors: dict[Digest, Rank] = {}
     boxes: dict[Digest, Rank] = {}
     return tuple(
         ManifestShard(
-            Rank(rank),
-            payload_bytes,
-            blake3,
-            chunk_table,
+            shard.rank,
+            shard.payload_bytes,
+            shard.blake3,
+            shard.chunk_table,
             layout.layout,
-            tensors.setdefault(layout.tensors, Rank(rank)),
-            boxes.setdefault(layout.boxes, Rank(rank)),
+            tensors.setdefault(layout.tensors, shard.rank),
+            boxes.setdefault(layout.boxes, shard.rank),
         )
-        for rank, (payload_bytes, blake3, chunk_table, layout) in enumerate(entries)
+        for shard, layout in entries
     )
 
 
@@ -137,7 +142,7 @@ def manifest_document(
     job: JobIdentity,
     checkpoint: CheckpointId,
     parent: Digest | None,
-    entries: Sequence[tuple[int, Digest, Digest, LayoutDigests]],
+    entries: Sequence[tuple[ShardInfo, LayoutDigests]],
 ) -> bytes:
     """Return the manifest of a checkpoint. Everyone who knows the shards builds the same bytes.
 
@@ -145,7 +150,7 @@ def manifest_document(
         job: Identity of the job.
         checkpoint: The checkpoint.
         parent: Digest of the manifest that the round restored from, or None.
-        entries: Payload bytes, BLAKE3, chunk table and layout of each rank's shard, by rank.
+        entries: Each rank's shard and its layout, by rank.
 
     Raises:
         FormatError: A value is one that no manifest can hold.

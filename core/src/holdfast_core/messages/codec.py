@@ -43,7 +43,6 @@ MAX_VALUED_STEPS = 8
 MAX_REPORTED = 2048
 """Largest number of shards that the report of a worker lists. At most a kilobyte each, they fit into it."""
 
-Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ExitCode = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 Seconds = Annotated[float, Meta(ge=0, le=10**12)]
 """A finite duration in seconds."""

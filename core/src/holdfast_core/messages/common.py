@@ -15,12 +15,12 @@ from holdfast_core.errors import (
     StaleRoundError,
     StateMismatchError,
 )
-from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     CheckpointId,
     Digest,
     JobUid,
     Level,
+    Natural,
     Rank,
     RestartRound,
     Step,
@@ -32,7 +32,6 @@ from holdfast_core.messages.codec import (
     ClippedText,
     ExitCode,
     Factor,
-    Natural,
     Reason,
     Reported,
     Seconds,
@@ -258,22 +257,6 @@ class StepOutcome(Clipped):
     @property
     def failed(self) -> bool:
         return self.reason != ""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """Identity of one shard: of one that a worker holds, or one that a manifest names."""
-
-    rank: Rank
-    payload_bytes: Natural
-    blake3: Digest
-    """BLAKE3 of the payload."""
-    chunk_table: Digest
-    """BLAKE3 of the shard's chunk table."""
-
-    def entry(self, layout: LayoutDigests) -> tuple[int, Digest, Digest, LayoutDigests]:
-        """Return what a manifest holds of the shard (format.manifest.manifest_document)."""
-        return self.payload_bytes, self.blake3, self.chunk_table, layout
 
 
 CHECKPOINT_MISSING: Final = "CheckpointMissing"

@@ -10,20 +10,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from holdfast_core.ids import (
-    ByteRange,
-    CheckpointId,
-    Digest,
-    RestartRound,
-    ShardRef,
-    Step,
-)
-from holdfast_core.messages.codec import Many, Natural, Sparse, Text
-from holdfast_core.messages.common import (
-    Refused,
-    RestorePoint,
-    StepOutcome,
-)
+from holdfast_core.ids import ByteRange, CheckpointId, Digest, Natural, RestartRound, ShardRef, Step
+from holdfast_core.messages.codec import Many, Sparse, Text
+from holdfast_core.messages.common import Refused, RestorePoint, StepOutcome
 
 MAX_KEY = 512
 """Largest length of the key of an object, in characters."""

@@ -15,8 +15,10 @@ from msgspec import Meta
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     Digest,
+    Natural,
     Rank,
     RestartRound,
+    ShardInfo,
     ShardRef,
     Step,
     TierName,
@@ -33,7 +35,6 @@ from holdfast_core.messages.codec import (
     Many,
     ManyShards,
     Name,
-    Natural,
     PerRank,
     PerWorker,
     Reason,
@@ -42,16 +43,8 @@ from holdfast_core.messages.codec import (
     Text,
     dumps,
 )
-from holdfast_core.messages.common import (
-    DeadRank,
-    Failure,
-    Policy,
-    RestorePoint,
-    ShardInfo,
-)
-from holdfast_core.messages.report import (
-    AcceptedRound,
-)
+from holdfast_core.messages.common import DeadRank, Failure, Policy, RestorePoint
+from holdfast_core.messages.report import AcceptedRound
 
 FIRST_ROUND = RestartRound(0)
 

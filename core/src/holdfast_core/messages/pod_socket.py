@@ -12,6 +12,7 @@ from typing import Annotated
 from holdfast_core.ids import (
     Digest,
     JobUid,
+    Natural,
     Rank,
     RestartRound,
     ShardRef,
@@ -19,18 +20,8 @@ from holdfast_core.ids import (
     TierName,
     Worker,
 )
-from holdfast_core.messages.codec import (
-    Many,
-    Natural,
-    PerRank,
-    Text,
-)
-from holdfast_core.messages.common import (
-    DeadRank,
-    Policy,
-    RankStack,
-    RestorePoint,
-)
+from holdfast_core.messages.codec import Many, PerRank, Text
+from holdfast_core.messages.common import DeadRank, Policy, RankStack, RestorePoint
 
 PROTOCOL_VERSION = 1
 

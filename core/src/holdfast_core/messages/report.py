@@ -11,8 +11,10 @@ from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
     CheckpointId,
     Digest,
+    Natural,
     Rank,
     RestartRound,
+    ShardInfo,
     Step,
     TierName,
     Worker,
@@ -24,7 +26,6 @@ from holdfast_core.messages.codec import (
     Clipped,
     ClippedText,
     Many,
-    Natural,
     PerRank,
     PerWorker,
     Reported,
@@ -32,13 +33,7 @@ from holdfast_core.messages.codec import (
     Sparse,
     Text,
 )
-from holdfast_core.messages.common import (
-    DeadRank,
-    Failure,
-    Progress,
-    RankStack,
-    ShardInfo,
-)
+from holdfast_core.messages.common import DeadRank, Failure, Progress, RankStack
 from holdfast_core.messages.gang import StoredAs
 
 

@@ -10,7 +10,7 @@ the messages of one component. All other code imports them from here.
 from __future__ import annotations
 
 from holdfast_core.errors import Refusal
-from holdfast_core.ids import ShardRef
+from holdfast_core.ids import ShardInfo, ShardRef
 from holdfast_core.messages.common import (
     CHECKPOINT_MISSING,
     DeadRank,
@@ -22,7 +22,6 @@ from holdfast_core.messages.common import (
     RankWork,
     Refused,
     RestorePoint,
-    ShardInfo,
     StepOutcome,
     Timing,
 )

@@ -22,8 +22,9 @@ from typing import Any
 import msgspec
 
 from holdfast_core.errors import FormatError, UnavailableError
+from holdfast_core.ids import Natural
 from holdfast_core.messages import schema
-from holdfast_core.messages.codec import MAX_MESSAGE_BYTES, Natural, Text, dumps, loads
+from holdfast_core.messages.codec import MAX_MESSAGE_BYTES, Text, dumps, loads
 
 _LENGTH = struct.Struct("!I")
 

@@ -38,9 +38,18 @@ from holdfast_core.format.rank_layout import (
     layout_digests,
     parse_rank_layout,
 )
-from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
-from holdfast_core.messages.codec import Natural, dumps, loads
-from holdfast_core.messages.schema import Refusal, Refused, ShardInfo, Stage, StepOutcome
+from holdfast_core.ids import (
+    CheckpointId,
+    Digest,
+    JobUid,
+    Natural,
+    Rank,
+    RestartRound,
+    ShardRef,
+    Step,
+)
+from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.schema import Refusal, Refused, Stage, StepOutcome
 from holdfast_core.shards.file import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
 from holdfast_core.shm.shared_files import (
@@ -417,13 +426,6 @@ class OwnedSlot:
     @property
     def checkpoint(self) -> CheckpointId:
         return CheckpointId(self.stage.step, self.stage.round)
-
-
-def info_of(record: ShardRecord) -> ShardInfo:
-    """Return the description of a digested shard that messages carry."""
-    return ShardInfo(
-        record.header.rank, record.header.payload_bytes, record.blake3, record.chunk_table
-    )
 
 
 def next_write(rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None) -> OwnedSlot | None:

@@ -51,6 +51,7 @@ from holdfast_core.ids import (
     JobUid,
     Rank,
     RestartRound,
+    ShardInfo,
     ShardRef,
     Step,
 )
@@ -90,6 +91,11 @@ class ShardRecord:
     def ref(self) -> ShardRef:
         h = self.header
         return ShardRef(h.job_uid, h.step, h.round, h.rank, self.blake3)
+
+    @property
+    def info(self) -> ShardInfo:
+        h = self.header
+        return ShardInfo(h.rank, h.payload_bytes, self.blake3, self.chunk_table)
 
     @property
     def checkpoint(self) -> CheckpointId:

@@ -457,5 +457,5 @@ def _manifest(world: World, checkpoint: CheckpointId, saved: list[Saved]) -> str
         JobIdentity(job.namespace, job.name, job.uid),
         checkpoint,
         world.status.lineage[-1].base_manifest,
-        [item.shard.entry(item.layout) for of_worker in saved for item in of_worker],
+        [(item.shard, item.layout) for of_worker in saved for item in of_worker],
     ).decode()

@@ -31,11 +31,7 @@ from holdfast_core.api import (
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.ids import Digest, RestartRound, ShardRef, Step, Worker
-from holdfast_core.messages.schema import (
-    CoordinatorState,
-    ListedManifest,
-    UncommittedShard,
-)
+from holdfast_core.messages.schema import CoordinatorState, ListedManifest, UncommittedShard
 from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
 

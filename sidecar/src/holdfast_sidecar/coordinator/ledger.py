@@ -17,12 +17,7 @@ from dataclasses import dataclass, field
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import CheckpointId, Digest, Level, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import (
-    ReportedShard,
-    RestorePoint,
-    ShardInfo,
-    StoredAs,
-)
+from holdfast_core.messages.schema import ReportedShard, RestorePoint, ShardInfo, StoredAs
 from holdfast_core.store.rules import UploadQueue
 
 MAX_FORGOTTEN = 1024

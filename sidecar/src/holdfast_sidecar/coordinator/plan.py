@@ -164,7 +164,7 @@ def build_manifest(contract: SidecarContract, parent: Digest | None, entry: Step
         JobIdentity(contract.namespace, contract.job, contract.job_uid),
         CheckpointId(entry.step, entry.round),
         parent,
-        [shard.entry(entry.layouts[shard.rank]) for shard in shards],
+        [(shard, entry.layouts[shard.rank]) for shard in shards],
     )
     return Built(manifest, manifest_digest(manifest), shards)
 
@@ -173,10 +173,7 @@ def shard_infos(
     document: bytes, job_uid: JobUid, checkpoint: CheckpointId
 ) -> tuple[ShardInfo, ...]:
     """Return the shards that the checkpoint's manifest names. Raises what `parse_manifest_of` raises."""
-    return tuple(
-        ShardInfo(s.rank, s.payload_bytes, s.blake3, s.chunk_table)
-        for s in parse_manifest_of(document, job_uid, checkpoint).shards
-    )
+    return tuple(s.info for s in parse_manifest_of(document, job_uid, checkpoint).shards)
 
 
 _KEPT_UNDER_PRESSURE = 4

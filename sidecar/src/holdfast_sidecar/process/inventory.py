@@ -20,12 +20,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, ShardRef, Step, TierName
 from holdfast_core.messages.codec import MAX_LISTED, dumps, reply_limit_bytes
-from holdfast_core.messages.schema import (
-    Inventory,
-    ListedManifest,
-    UncommittedShard,
-)
-from holdfast_core.save.place import info_of
+from holdfast_core.messages.schema import Inventory, ListedManifest, UncommittedShard
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Tasks
@@ -157,7 +152,7 @@ class Inventories:
                 logs.warning("a layout cannot be read", ref=str(record.ref), error=str(error))
                 continue
             shard = UncommittedShard(
-                header.step, header.round, header.world_size, info_of(record), layout
+                header.step, header.round, header.world_size, record.info, layout
             )
             found.append(shard)
         return tuple(found)

@@ -42,7 +42,7 @@ from holdfast_core.messages.schema import (
     ReportedShard,
     StoredAs,
 )
-from holdfast_core.save.place import RankLayouts, info_of
+from holdfast_core.save.place import RankLayouts
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.store.commit import ShardUploader
 from holdfast_core.tasks import Signal, Tasks
@@ -86,7 +86,7 @@ They are retried and not reported as failures."""
 
 def own_shard(record: ShardRecord, *, committed: bool = False) -> OwnShard:
     """Return the table entry of a shard that is durable on this node and that nothing was done with yet."""
-    return OwnShard(record.ref, info_of(record), record.header.layout, committed=committed)
+    return OwnShard(record.ref, record.info, record.header.layout, committed=committed)
 
 
 class Flow:

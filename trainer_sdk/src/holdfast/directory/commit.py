@@ -39,6 +39,7 @@ from holdfast_core.ids import (
     Level,
     Rank,
     RestartRound,
+    ShardInfo,
     ShardRef,
     Step,
     age_of,
@@ -49,7 +50,6 @@ from holdfast_core.node.documents import read_document, replace_document
 from holdfast_core.node.files import disk_errors, fsync_directory, locked, make_directories
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.retention import RetentionReason, superseded
-from holdfast_core.save.place import info_of
 from holdfast_core.shards.file import ShardRecord
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Committer:
     def prepare(self, record: ShardRecord, layout: LayoutDigests) -> None:
         """Write the record of this rank's durable shard. It appears atomically."""
         header = record.header
-        shard = ReportedShard(header.step, header.round, info_of(record), layout)
+        shard = ReportedShard(header.step, header.round, record.info, layout)
         self.files(header.round).write(Record(shard, header.world_size, self.parent))
 
     def files(self, round_: RestartRound) -> RunFiles:
@@ -324,9 +324,7 @@ class Committer:
         self.tier.put_manifest(JOB_UID, checkpoint, manifest)
         files.forget(checkpoint)
 
-    def _entry(
-        self, reported: ReportedShard, world_size: int
-    ) -> tuple[int, Digest, Digest, LayoutDigests]:
+    def _entry(self, reported: ReportedShard, world_size: int) -> tuple[ShardInfo, LayoutDigests]:
         """Return what the manifest holds of a recorded shard, which the tier has with its layout.
 
         A manifest with a missing shard would count as the newest checkpoint, and older checkpoints that
@@ -338,7 +336,7 @@ class Committer:
         ref = ShardRef(JOB_UID, reported.step, reported.round, shard.rank, shard.blake3)
         with self.tier.open_shard(ref) as reader:  # the tier's index may be out of date
             found = reader.record
-        if layout is None or info_of(found) != shard:
+        if layout is None or found.info != shard:
             raise NotFoundError(
                 f"the record of rank {shard.rank} names {shard}, but the folder has {found}"
             )
@@ -350,7 +348,7 @@ class Committer:
             )
         if not self.tier.keep_layout(layout.layout):
             raise NotFoundError(f"the folder has no layout {layout.layout} of rank {shard.rank}")
-        return shard.entry(layout)
+        return shard, layout
 
 
 def one_at_a_time(root: Path) -> contextlib.AbstractContextManager[None]:

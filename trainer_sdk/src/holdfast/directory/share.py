@@ -23,7 +23,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Rank, ShardRef
-from holdfast_core.messages.schema import PersistRequest, ReportedShard, ShardInfo
+from holdfast_core.messages.schema import PersistRequest, ReportedShard
 from holdfast_core.store.commit import ShardUploader
 from holdfast_core.store.tier import ObjectTier
 
@@ -118,8 +118,7 @@ class ShareUploader:
     ) -> Record:
         """Upload one shard with its layout, and return how the store holds it, or why it never will."""
         ref, tier, named = manifest.ref(rank), self.tier(conditional_put), manifest.shards[rank]
-        info = ShardInfo(rank, named.payload_bytes, named.blake3, named.chunk_table)
-        shard = ReportedShard(ref.step, ref.round, info, None)
+        shard = ReportedShard(ref.step, ref.round, named.info, None)
         failure = ""
         try:
             sys.audit("holdfast.uploads.before_shard")
