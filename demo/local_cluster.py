@@ -28,16 +28,9 @@ from holdfast_core.api import (
     changed,
 )
 from holdfast_core.clock import SystemClock
-from holdfast_core.ids import RestartRound, Worker, is_spare
+from holdfast_core.ids import CheckpointId, RestartRound, Worker, is_spare
 from holdfast_core.messages.codec import dumps, loads
-from holdfast_core.messages.schema import (
-    CoordinatorState,
-    GangRequest,
-    Inventory,
-    ListedManifest,
-    Ok,
-    Prune,
-)
+from holdfast_core.messages.schema import CoordinatorState, GangRequest, Inventory, Ok, Prune
 from holdfast_core.names import parse_pod_name
 from holdfast_core.net import operator_dns_name, peer_dns_name
 from holdfast_operator.apply.apply import apply, memory_after
@@ -386,8 +379,8 @@ class LocalCluster:
         task.add_done_callback(self._tasks.discard)
 
     async def _stored(self, address: str, pod: str, inventory: Inventory) -> InventoryView:
-        async def fetch(listed: ListedManifest) -> bytes | None:
-            path = f"/v1/manifest?step={listed.step}&round={listed.round}"
+        async def fetch(checkpoint: CheckpointId) -> bytes | None:
+            path = f"/v1/manifest?step={checkpoint.step}&round={checkpoint.round}"
             return await self._call(address, pod, path, None, bytes)
 
         spec = self.job.spec

@@ -55,7 +55,7 @@ def point_of(manifest: Manifest) -> RestorePoint:
 async def test_a_sealed_sidecar_lists_its_own_shards_without_a_manifest(gangs: Gangs) -> None:
     async with gangs(2) as gang:
         for worker, inventory in enumerate(await interrupted(gang)):
-            assert [m.step for m in inventory.manifests] == [1]
+            assert [m.step for m in inventory.manifests.values()] == [1]
             (found,) = inventory.uncommitted
             assert (found.step, found.round, found.world_size) == (2, 0, 2)
             assert found.shard.rank == worker
@@ -67,7 +67,7 @@ async def test_a_finished_commit_is_restored_with_the_saved_bytes(gangs: Gangs) 
     async with gangs(2) as gang:
         manifest = manifest_of(*await interrupted(gang))
         inventory = await finish(gang, 0, manifest)
-        assert [(m.step, m.round) for m in inventory.manifests] == [(1, 0), (2, 0)]
+        assert [(m.step, m.round) for m in inventory.manifests.values()] == [(1, 0), (2, 0)]
         assert inventory.uncommitted == ()
         await gang.begin(1, restore=point_of(manifest))
         assert await gang.restored() == SAVED
@@ -83,9 +83,7 @@ async def test_a_finished_commit_outlives_the_process_that_wrote_it(gangs: Gangs
         gang.sidecars[0].kill()
         await gang.relaunch(0)
         again = await gang.operator.seal(0, 1)
-        assert [(m.step, m.manifest) for m in again.manifests][1:] == [
-            (2, point_of(manifest).manifest)
-        ]
+        assert list(again.manifests)[1:] == [point_of(manifest).manifest]
         repeated = await finish(gang, 0, manifest)
         assert repeated.manifests == again.manifests
 
@@ -94,8 +92,8 @@ async def test_a_commit_that_was_not_finished_leaves_nothing_behind(gangs: Gangs
     """The operator has chosen step 1: step 2 is off the lineage and will be trained again."""
     async with gangs(2) as gang:
         await interrupted(gang)
-        first = (await gang.operator.inventory(0)).manifests[0]
-        await gang.begin(1, restore=RestorePoint(Step(1), RestartRound(0), first.manifest))
+        first = next(iter((await gang.operator.inventory(0)).manifests))
+        await gang.begin(1, restore=RestorePoint(Step(1), RestartRound(0), first))
         for worker in range(2):
             inventory = await gang.operator.inventory(worker)
             assert inventory.uncommitted == ()
@@ -140,8 +138,8 @@ async def test_a_manifest_that_names_another_shard_is_refused(gangs: Gangs) -> N
 async def test_after_round_no_commit_is_finished(gangs: Gangs) -> None:
     async with gangs(2) as gang:
         manifest = manifest_of(*await interrupted(gang))
-        first = (await gang.operator.inventory(0)).manifests[0]
-        await gang.begin(1, restore=RestorePoint(Step(1), RestartRound(0), first.manifest))
+        first = next(iter((await gang.operator.inventory(0)).manifests))
+        await gang.begin(1, restore=RestorePoint(Step(1), RestartRound(0), first))
         with pytest.raises(RefusedError) as refused:
             await finish(gang, 0, manifest)
         assert refused.value.code is Refusal.NOT_SEALED

@@ -98,5 +98,5 @@ async def test_room_for_two_steps_after_a_restart(gangs: Gangs) -> None:
 
 async def gang_point(gang: Any) -> RestorePoint:
     inventory = await gang.operator.inventory(0)
-    newest = max(inventory.manifests, key=lambda m: m.step)
-    return RestorePoint(newest.step, newest.round, newest.manifest)
+    digest, newest = list(inventory.manifests.items())[-1]
+    return RestorePoint(newest.step, newest.round, digest)

@@ -81,9 +81,9 @@ async def complete_steps(gang: Gang, inventories: dict[int, Inventory]) -> list[
     """Return the steps with a manifest and all of its shards, from which a round may start."""
     there = {ref for i in inventories.values() for ref in (*i.shards, *i.in_memory)}
     manifests = [
-        await gang.operator.manifest(worker, listed)
+        await gang.operator.manifest(worker, digest, checkpoint)
         for worker, inventory in inventories.items()
-        for listed in inventory.manifests
+        for digest, checkpoint in inventory.manifests.items()
     ]
     steps = {m.step for m in manifests if all(m.ref(s.rank) in there for s in m.shards)}
     return sorted(steps)
@@ -92,7 +92,10 @@ async def complete_steps(gang: Gang, inventories: dict[int, Inventory]) -> list[
 def point_of(inventories: dict[int, Inventory], step: int) -> RestorePoint:
     """Return the restore point of the step, of which the inventories list one manifest."""
     found = {
-        (m.round, m.manifest) for i in inventories.values() for m in i.manifests if m.step == step
+        (checkpoint.round, digest)
+        for inventory in inventories.values()
+        for digest, checkpoint in inventory.manifests.items()
+        if checkpoint.step == step
     }
     ((round_, manifest),) = found
     return RestorePoint(Step(step), round_, manifest)
@@ -170,7 +173,7 @@ async def test_after_the_loss_of_a_pod_the_newest_step_on_the_nodes_is_restored(
         await gang.launch(1, birth_round=1)
         await gang.begin(1, restore=point_of(inventories, 1), policy=POLICY)
         assert await gang.restored() == saved
-        assert [m.step for m in (await gang.operator.inventory(0)).manifests] == [1]
+        assert [m.step for m in (await gang.operator.inventory(0)).manifests.values()] == [1]
 
 
 @pytest.mark.fault("The gang fails when one rank has handed over a step that another has not")
@@ -332,7 +335,7 @@ async def test_a_sidecar_that_dies_before_it_frees_a_dropped_step_loses_no_slot(
         inventories = await slow.seal(1)
         found = await complete_steps(gang, inventories)
         assert found in ([3], [2, 3]), "step 2 is complete, if the next process wrote it, or gone"
-        manifests = {m.step for i in inventories.values() for m in i.manifests}
+        manifests = {m.step for i in inventories.values() for m in i.manifests.values()}
         assert manifests == set(found)
 
 

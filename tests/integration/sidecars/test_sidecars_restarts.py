@@ -40,7 +40,7 @@ async def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker:
         await gang.relaunch(worker)
         inventory = await gang.operator.inventory(worker)
         assert (inventory.round, inventory.version) == (0, 0)
-        assert [m.step for m in inventory.manifests] == [1]
+        assert [m.step for m in inventory.manifests.values()] == [1]
         rank = await gang.connect_rank(worker, 0)
         early = asyncio.ensure_future(rank.save(2, b"before its ROUND"))
         launcher = await gang.launcher(worker, last_round=0, running=0)

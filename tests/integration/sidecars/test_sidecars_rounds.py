@@ -13,7 +13,7 @@ from tests.support.sidecar.processes import files_below
 from tests.support.sidecar.waiting import DEADLINE_SECONDS
 
 from holdfast_core.errors import RefusedError, StaleRoundError
-from holdfast_core.ids import Level, Rank, RestartRound, TierName, Worker
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import DeadRank, LauncherPlan, Member, Policy, Refusal
 from holdfast_core.net import TlsFiles, client_context
 
@@ -30,7 +30,7 @@ async def test_commit_reaches_replicated_on_every_member(gangs: Gangs) -> None:
         assert state.last_local is not None and state.last_local.step == 1
         for worker in range(2):
             inventory = await gang.operator.inventory(worker)
-            assert [(m.step, m.round) for m in inventory.manifests] == [(1, 0)]
+            assert [(m.step, m.round) for m in inventory.manifests.values()] == [(1, 0)]
             on_disk = {s.rank for s in inventory.shards}
             assert on_disk == {0, 1}, "own shard and the other's copy"
 
@@ -60,7 +60,7 @@ async def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs, encryption:
         gang.lose(1)
         sealed = await gang.operator.seal(0, 1)
         assert sealed.round == 1 and sealed.version == 0
-        assert [(m.step, m.round, m.manifest) for m in sealed.manifests] == [(3, 0, point.manifest)]
+        assert sealed.manifests == {point.manifest: CheckpointId(Step(3), RestartRound(0))}
         await gang.launch(1, birth_round=1)
         await gang.begin(1, restore=point, policy=policy)
         assert gang.launchers[0].ended == [1]
@@ -133,7 +133,7 @@ async def test_a_sealed_sidecar_refuses_the_old_round(gangs: Gangs) -> None:
         with pytest.raises(StaleRoundError):
             await gang.operator.seal(0, 4)
         again = await gang.operator.seal(0, 5)
-        assert [m.step for m in again.manifests] == [1], "idempotent"
+        assert [m.step for m in again.manifests.values()] == [1], "idempotent"
 
 
 async def test_a_late_survivor_loses_what_it_committed_off_the_lineage(gangs: Gangs) -> None:
@@ -151,7 +151,7 @@ async def test_a_late_survivor_loses_what_it_committed_off_the_lineage(gangs: Ga
         await gang.begin(1, restore=point)
         for worker in (0, 1):
             found = await gang.operator.inventory(worker)
-            assert [(m.step, m.round) for m in found.manifests] == [(2, 0)]
+            assert [(m.step, m.round) for m in found.manifests.values()] == [(2, 0)]
             assert {(s.step, s.round) for s in found.shards} == {(2, 0)}
         again = {w: bytes(reversed(data)) for w, data in abandoned.items()}
         for worker, data in again.items():

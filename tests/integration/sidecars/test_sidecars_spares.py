@@ -52,7 +52,7 @@ async def test_a_spare_restores_the_shards_of_the_worker_that_it_becomes(gangs: 
         await gang.relaunch(1)
         again = await gang.operator.inventory(1)
         assert (again.worker, again.round) == (1, 1)
-        assert [m.step for m in again.manifests] == [1, 2]
+        assert [m.step for m in again.manifests.values()] == [1, 2]
         wrong = gang.operator.message(1, version=5, copies=())
         swapped = tuple(replace(m, worker=Worker(1 - m.worker)) for m in wrong.members)
         with pytest.raises(HoldfastError, match=r"names pod .* as worker 0: it is worker 1"):

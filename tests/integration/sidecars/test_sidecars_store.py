@@ -94,9 +94,8 @@ async def test_a_sealed_sidecar_lists_what_the_store_has(
         look = Seal(RestartRound(1), look_in_store=True)
         found = await gang.operator.call(1, "/v1/seal", look, Inventory)
         assert found.stored is not None and state.last_persisted is not None
-        (listed,) = found.stored
-        assert (listed.step, listed.round) == (2, 0)
-        assert listed.manifest == state.last_persisted.manifest
+        point = state.last_persisted
+        assert found.stored == {point.manifest: CheckpointId(Step(2), RestartRound(0))}
 
 
 async def test_a_store_that_is_down_holds_up_nothing_else(
@@ -146,7 +145,7 @@ async def _kept(operator: FakeOperator, worker: int) -> tuple[set[int], set[int]
     """Return the steps of the manifests and of the shards on the worker's node tier."""
     found = await operator.inventory(worker)
     on_disk = {s.step for s in found.shards}
-    return {m.step for m in found.manifests}, on_disk
+    return {m.step for m in found.manifests.values()}, on_disk
 
 
 async def test_the_operator_deletes_from_the_store_but_never_the_newest(

@@ -33,8 +33,7 @@ from holdfast_core.api import (
 )
 from holdfast_core.api import with_status as job_with_status
 from holdfast_core.api.training_job import RestoreFromSpec
-from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
-from holdfast_core.messages.schema import ListedManifest
+from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step, Worker
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import back_to
 from holdfast_operator.decide.restore_point import (
@@ -236,10 +235,10 @@ def test_the_persisted_commit_is_always_complete() -> None:
     assert choice.point.step == 10
 
 
-STORED = ListedManifest(Step(20), RestartRound(0), manifest_digest(20, 0), 2)
+STORED = {manifest_digest(20, 0): CheckpointId(Step(20), RestartRound(0))}
 
 
-def asked(stored: tuple[ListedManifest, ...] | None, **changes: Any) -> Choice:
+def asked(stored: dict[Digest, CheckpointId] | None, **changes: Any) -> Choice:
     """Return the choice of a gang whose pods are all new, of which one has listed the store."""
     new_a = pod(0, 1)
     found = sidecar(new_a, 1)
@@ -259,7 +258,7 @@ def test_the_store_is_asked_before_a_gang_goes_on_without_a_checkpoint(known: in
     waits = asked(None, last_committed_step=committed)
     assert isinstance(waits, AskStore)
     assert waits.note.reason == Reason.WAITING_FOR_STORE
-    choice = asked((STORED,), last_committed_step=committed)
+    choice = asked(STORED, last_committed_step=committed)
     assert isinstance(choice, Chosen)
     assert (choice.point.id, choice.manifest) == (
         CheckpointId(Step(20), RestartRound(0)),
@@ -269,7 +268,7 @@ def test_the_store_is_asked_before_a_gang_goes_on_without_a_checkpoint(known: in
 
 def test_a_checkpoint_of_the_store_that_is_off_the_lineage_is_not_restored() -> None:
     lineage = (LineageEntry(round=RestartRound(1)),)
-    choice = asked((STORED,), lineage=lineage)
+    choice = asked(STORED, lineage=lineage)
     assert chosen_step(choice) is None
 
 

@@ -30,8 +30,8 @@ from holdfast_core.api import (
     on_lineage,
 )
 from holdfast_core.api.training_job import RollbackSpec
-from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.messages.schema import ListedManifest, Seal
+from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
+from holdfast_core.messages.schema import Seal
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.rollback import first_round, with_trained
 from holdfast_operator.decide.gang import round_message
@@ -54,12 +54,15 @@ LOST = status(
 MEMORY = JobMemory(round=RestartRound(3), round_seen_at=900.0, seen={(Seen.ANSWERING, ""): 900.0})
 
 
+NOTHING: dict[Digest, CheckpointId] = {}
+
+
 def observed(
     state: TrainingJobStatus = LOST,
     *,
     at_most: str = "30m",
     confirmed: int | None = None,
-    stored: tuple[ListedManifest, ...] | None = (),
+    stored: dict[Digest, CheckpointId] | None = NOTHING,
     **changes: Any,
 ) -> Observed:
     """Return a gang of new pods, of which the first has listed the store."""
@@ -124,8 +127,8 @@ def test_a_store_that_does_not_answer_is_no_loss() -> None:
 
 
 def test_a_checkpoint_that_the_store_has_is_restored() -> None:
-    there = ListedManifest(Step(15), RestartRound(1), manifest_digest(15, 1), 2)
-    choice = choice_of(stored=(there,), confirmed=1)
+    there = {manifest_digest(15, 1): CheckpointId(Step(15), RestartRound(1))}
+    choice = choice_of(stored=there, confirmed=1)
     assert isinstance(choice, Chosen)
     assert choice.point.id == CheckpointId(Step(15), RestartRound(1))
 

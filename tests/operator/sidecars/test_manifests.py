@@ -11,7 +11,7 @@ from tests.support.operator.builders import held, stored_manifest
 from tests.support.operator.served_sidecar import Document, ServedSidecar, document_of
 
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import FinishCommit, Inventory, ListedManifest
+from holdfast_core.messages.schema import FinishCommit, Inventory
 from holdfast_operator.model.actions import CallPath
 from holdfast_operator.model.job import InventoryView, PodView, Reachable
 from holdfast_operator.sidecars import state as manifests
@@ -245,7 +245,7 @@ async def test_a_shard_in_a_slot_counts_like_one_on_disk() -> None:
         Worker(0), "gpt-0-r0", RestartRound(1), 1, shards=(on_disk,), in_memory=(in_memory,)
     )
 
-    async def fetch(listed: ListedManifest) -> bytes | None:
+    async def fetch(listed: CheckpointId) -> bytes | None:
         raise AssertionError(f"no manifest is listed, and {listed} was requested")
 
     assert (await manifests.Manifests(UID).view(inventory, 2, fetch)).shards == (on_disk, in_memory)

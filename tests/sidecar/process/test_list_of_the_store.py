@@ -17,16 +17,14 @@ from tests.support.tiers.objects import MemoryObjectStore
 from holdfast_core.errors import UnavailableError
 from holdfast_core.format.manifest import manifest_digest
 from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.messages.schema import ListedManifest, Seal
+from holdfast_core.messages.schema import Seal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store.tier import ObjectTier
 from holdfast_sidecar.base.rounds import OPERATOR
 from holdfast_sidecar.process.inventory import stored_manifests
 
 SAVED = MANIFEST.checkpoint
-LISTED = ListedManifest(
-    SAVED.step, SAVED.round, manifest_digest(DOCUMENT), world_size=MANIFEST.world_size
-)
+LISTED = {manifest_digest(DOCUMENT): SAVED}
 ROUND = RestartRound(5)
 LOOK = Seal(ROUND, look_in_store=True)
 
@@ -58,7 +56,7 @@ def node(tmp_path: Path) -> SlowNode:
 
 
 def test_the_list_names_step_round_and_digest() -> None:
-    assert stored_manifests(tier_of(MemoryObjectStore()), JOB.namespace, JOB.uid) == (LISTED,)
+    assert stored_manifests(tier_of(MemoryObjectStore()), JOB.namespace, JOB.uid) == LISTED
 
 
 @pytest.mark.fault("A manifest lies under the name of another step, round or job")
@@ -67,7 +65,7 @@ def test_a_manifest_under_another_name_is_not_listed() -> None:
     tier = tier_of(store)
     other = CheckpointId(Step(SAVED.step + 1), SAVED.round)
     tier.put_manifest(JOB.namespace, JOB.uid, other, DOCUMENT)
-    assert stored_manifests(tier, JOB.namespace, JOB.uid) == (LISTED,)
+    assert stored_manifests(tier, JOB.namespace, JOB.uid) == LISTED
 
 
 async def test_the_list_is_made_after_the_seal_and_ends_with_its_round(
@@ -76,8 +74,8 @@ async def test_the_list_is_made_after_the_seal_and_ends_with_its_round(
     world = World(node, tmp_path, job_uid=JOB.uid, store=tier_of(MemoryObjectStore()))
     seal = world.lifecycle.seal
     assert (await seal(OPERATOR, Seal(ROUND))).stored is None
-    assert (await seal(OPERATOR, LOOK)).stored == (LISTED,)
-    assert (await world.lifecycle.inventory()).stored == (LISTED,)
+    assert (await seal(OPERATOR, LOOK)).stored == LISTED
+    assert (await world.lifecycle.inventory()).stored == LISTED
     world.current.state = accepted(round_message(ROUND))
     assert (await world.lifecycle.inventory()).stored is None, "the gang persists steps from now on"
     assert (await seal(OPERATOR, Seal(RestartRound(ROUND + 1)))).stored is None
@@ -92,7 +90,7 @@ async def test_a_store_that_is_down_is_asked_again(node: SlowNode, tmp_path: Pat
     store.back = False
     assert (await world.lifecycle.seal(OPERATOR, LOOK)).stored is None
     store.back = True
-    assert (await world.lifecycle.seal(OPERATOR, LOOK)).stored == (LISTED,)
+    assert (await world.lifecycle.seal(OPERATOR, LOOK)).stored == LISTED
     world.pools.close()
 
 

@@ -15,10 +15,9 @@ from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.scratch import ScratchTier
 
 from holdfast_core.errors import NotFoundError
+from holdfast_core.format.manifest import manifest_digest
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
-from holdfast_core.messages.schema import (
-    RestorePoint,
-)
+from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.process.inventory import listed_manifests
@@ -104,8 +103,8 @@ def test_an_inventory_lists_correctly_named_manifests_and_quarantines_the_others
     newer = CheckpointId(Step(SAVED.step + 1), SAVED.round)
     node.put_manifest(JOB.uid, newer, b'{"formatVersion":9}')
     counted: list[str] = []
-    listed = listed_manifests(node, JOB.uid, lambda: counted.append("corrupt"))
-    assert [(m.step, m.round) for m in listed] == [(SAVED.step, SAVED.round)]
+    listed, ranks = listed_manifests(node, JOB.uid, lambda: counted.append("corrupt"))
+    assert (listed, ranks) == ({manifest_digest(DOCUMENT): SAVED}, MANIFEST.world_size)
     assert counted == ["corrupt"]
     left = {checkpoint for _, checkpoint in node.list_manifests()}
     assert left == {SAVED, newer}, "what a newer release wrote is left alone"

@@ -8,23 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.support.operator.builders import held, manifest_digest, uncommitted
+from tests.support.operator.builders import held, manifest, uncommitted
 
 from holdfast_core.format.manifest import parse_manifest
-from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Worker, is_spare
-from holdfast_core.messages.schema import (
-    FinishCommit,
-    Inventory,
-    ListedManifest,
-    Refusal,
-    Refused,
-    Round,
-)
-
-
-def listed(id_: CheckpointId, world_size: int) -> ListedManifest:
-    """Return the entry of a manifest of which only the name exists."""
-    return ListedManifest(id_.step, id_.round, manifest_digest(id_.step, id_.round), world_size)
+from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, ShardRef, Worker, is_spare
+from holdfast_core.messages.schema import FinishCommit, Inventory, Refusal, Refused, Round
+from holdfast_operator.model.job import ManifestView
 
 
 @dataclass
@@ -39,15 +28,15 @@ class FakeSidecar:
     launcher: bool = False
     message: Round | None = None
     """The newest ROUND, of the sealed round or of an earlier one."""
-    manifests: dict[CheckpointId, ListedManifest] = field(default_factory=dict)
+    manifests: dict[CheckpointId, ManifestView] = field(default_factory=dict)
     shards: dict[tuple[CheckpointId, Rank], ShardRef] = field(default_factory=dict)
     saved: dict[CheckpointId, int] = field(default_factory=dict)
     """Number of ranks that saved each checkpoint of which this worker wrote its own shard."""
-    stored: tuple[ListedManifest, ...] | None = None
+    stored: dict[Digest, CheckpointId] | None = None
     """What it has found in the object store for the round for which it is sealed."""
 
     def seal(
-        self, round_: RestartRound, found: tuple[ListedManifest, ...] | None = None
+        self, round_: RestartRound, found: dict[Digest, CheckpointId] | None = None
     ) -> Inventory | Refused:
         """Seal the disk for this round. `found` is what a look into the object store finds, if it looks."""
         if round_ < self.round:
@@ -77,7 +66,7 @@ class FakeSidecar:
         id_ = CheckpointId(message.step, message.saved_in)
         assert (found.checkpoint, found.world_size) == (id_, self.saved[id_])
         assert (id_, Rank(self.worker)) in self.shards
-        self.manifests[id_] = listed(id_, found.world_size)
+        self.manifests[id_] = manifest(id_.step, id_.round, found.world_size)
         return self.inventory()
 
     def restart(self) -> None:
@@ -93,7 +82,7 @@ class FakeSidecar:
             pod=self.pod,
             round=self.round,
             version=self.version,
-            manifests=tuple(self.manifests.values()),
+            manifests={m.manifest: id_ for id_, m in self.manifests.items()},
             shards=tuple(self.shards.values()),
             uncommitted=tuple(
                 uncommitted(id_.step, id_.round, self.worker, size)

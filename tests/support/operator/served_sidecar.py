@@ -23,7 +23,6 @@ from holdfast_core.messages.schema import (
     FinishCommit,
     GangRequest,
     Inventory,
-    ListedManifest,
     Ok,
     Prune,
     Refusal,
@@ -32,6 +31,7 @@ from holdfast_core.messages.schema import (
     Seal,
 )
 from holdfast_core.net import load_leaf
+from holdfast_operator.model.job import ManifestView
 from holdfast_operator.sidecars.certificates import KeyPair
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
@@ -50,16 +50,15 @@ def server_context(authority: str, leaf: KeyPair) -> ssl.SSLContext:
 class Document(NamedTuple):
     """A manifest as sidecars list it and as they send it."""
 
-    listed: ListedManifest
+    listed: ManifestView
     content: bytes
 
 
 def document_of(manifest: Manifest) -> Document:
     content = manifest.to_bytes()
     digest = manifest_digest(content)
-    return Document(
-        ListedManifest(manifest.step, manifest.restart_round, digest, manifest.world_size), content
-    )
+    step, round_, shards = manifest.step, manifest.restart_round, manifest.shards
+    return Document(ManifestView(step, round_, digest, manifest.world_size, shards), content)
 
 
 @dataclass
@@ -162,7 +161,7 @@ class ServedSidecar(FakeSidecar):
     async def _seal(self, request: web.Request) -> web.Response:
         message = loads(Seal, await request.read())
         self.calls.append(("seal", message))
-        return _answer(self.seal(message.round, () if message.look_in_store else None))
+        return _answer(self.seal(message.round, {} if message.look_in_store else None))
 
     async def _round(self, request: web.Request) -> web.Response:
         message = self.read_round(await request.read())

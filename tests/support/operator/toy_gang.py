@@ -9,28 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.support.operator.builders import manifest_digest
-from tests.support.operator.fake_sidecar import FakeSidecar, listed
+from tests.support.operator.builders import manifest, manifest_digest
+from tests.support.operator.fake_sidecar import FakeSidecar
 from tests.support.operator.progress import progress_of
 
-from holdfast_core.ids import (
-    CheckpointId,
-    Level,
-    Rank,
-    RestartRound,
-    Step,
-    TierName,
-    Worker,
-)
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     CHECKPOINT_MISSING,
     CoordinatorState,
     DeadRank,
     Failure,
-    ListedManifest,
     RestorePoint,
     Round,
 )
+from holdfast_operator.model.job import ManifestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +38,7 @@ class Promise:
 class ToyStore:
     """Object store, which loses nothing."""
 
-    checkpoints: dict[CheckpointId, ListedManifest] = field(default_factory=dict)
+    checkpoints: dict[CheckpointId, ManifestView] = field(default_factory=dict)
     away: bool = False
     """Whether the store does not answer. The gang then gives up an upload immediately."""
 
@@ -237,7 +229,7 @@ class ToyGang:
             return
         if run.persist_every is None or not all(id_ in s.manifests for s in present):
             return
-        self.store.checkpoints[id_] = listed(id_, message.workers)
+        self.store.checkpoints[id_] = manifest(id_.step, id_.round, message.workers)
         self._promise(run, id_, Level.PERSISTED, present)
         run.version += 1
 
@@ -304,7 +296,7 @@ class ToyGang:
     ) -> None:
         assert run.saving is not None
         id_, phase = run.saving
-        info = listed(id_, message.workers)
+        info = manifest(id_.step, id_.round, message.workers)
         if phase == 0:
             for worker, sidecar in enumerate(present):
                 sidecar.keep(id_, Rank(worker))

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.support.operator.builders import manifest
 from tests.support.operator.fake_cluster import FakeCluster
 from tests.support.operator.fake_sidecar import FakeSidecar
 
@@ -179,7 +178,8 @@ class ToyLink(Sidecars):
         match message:
             case Seal(round=round_):
                 looks = message.look_in_store and not store.away
-                reply = sidecar.seal(round_, tuple(store.checkpoints.values()) if looks else None)
+                found = {m.manifest: id_ for id_, m in store.checkpoints.items()}
+                reply = sidecar.seal(round_, found if looks else None)
             case FinishCommit():
                 reply = sidecar.finish_commit(message)
                 if isinstance(reply, Inventory):
@@ -238,7 +238,7 @@ class ToyLink(Sidecars):
         state = (sidecar.round, sidecar.version, sidecar.worker, sidecar.launcher, sidecar.stored)
         made_of = (*state, len(sidecar.manifests), len(sidecar.shards), len(sidecar.saved))
         if known.inventory is None or known.made_of != made_of:
-            known.inventory, known.made_of = _inventory_view(sidecar.inventory()), made_of
+            known.inventory, known.made_of = _inventory_view(sidecar), made_of
         known.reachable = Reachable.YES
         known.unreachable_since = None
         known.unreachable_because = ""
@@ -259,13 +259,14 @@ def _view(known: _Known) -> SidecarView:
     )
 
 
-def _inventory_view(inventory: Inventory) -> InventoryView:
+def _inventory_view(sidecar: FakeSidecar) -> InventoryView:
+    inventory = sidecar.inventory()
     return InventoryView(
         round=inventory.round,
         version=inventory.version,
         worker=inventory.worker,
         launcher=inventory.launcher,
-        manifests=tuple(manifest(m.step, m.round, m.world_size) for m in inventory.manifests),
+        manifests=tuple(sidecar.manifests.values()),
         shards=(*inventory.shards, *inventory.in_memory),
         uncommitted=inventory.uncommitted,
         stored=inventory.stored,

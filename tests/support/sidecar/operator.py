@@ -14,17 +14,11 @@ from tests.support.sidecar.waiting import DEADLINE_SECONDS
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
-from holdfast_core.ids import (
-    JobUid,
-    RestartRound,
-    Step,
-    Worker,
-)
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Inventory,
-    ListedManifest,
     Member,
     Policy,
     Refused,
@@ -80,11 +74,11 @@ class FakeOperator:
     async def inventory(self, worker: int) -> Inventory:
         return await self.call(worker, "/v1/inventory", None, Inventory)
 
-    async def manifest(self, worker: int, listed: ListedManifest) -> Manifest:
+    async def manifest(self, worker: int, listed: Digest, of: CheckpointId) -> Manifest:
         """Return a manifest that the worker's inventory lists. Its document has the listed digest."""
-        path = f"/v1/manifest?step={listed.step}&round={listed.round}"
+        path = f"/v1/manifest?step={of.step}&round={of.round}"
         document = await self.call(worker, path, None, bytes)
-        assert manifest_digest(document) == listed.manifest
+        assert manifest_digest(document) == listed
         return parse_manifest(document)
 
     async def state(self, coordinator: int, since: int = 0, timeout: int = 0) -> CoordinatorState:

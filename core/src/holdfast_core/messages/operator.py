@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
+    CheckpointId,
     Digest,
     Natural,
     Rank,
@@ -47,6 +48,8 @@ from holdfast_core.messages.common import DeadRank, Failure, Policy, RestorePoin
 from holdfast_core.messages.report import AcceptedRound
 
 FIRST_ROUND = RestartRound(0)
+ByManifest = Annotated[dict[Digest, CheckpointId], Meta(max_length=MAX_LISTED)]
+"""Checkpoints by the digests of their manifests, in the order of step and round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +132,6 @@ class FinishCommit:
 
 
 @dataclass(frozen=True, slots=True)
-class ListedManifest:
-    """Entry of an inventory for one manifest. GET /v1/manifest returns the document."""
-
-    step: Step
-    round: RestartRound
-    manifest: Digest
-    world_size: Natural
-
-
-@dataclass(frozen=True, slots=True)
 class UncommittedShard:
     """A shard of the worker's own rank on its node tier, whose checkpoint has no manifest there."""
 
@@ -159,7 +152,8 @@ class Inventory:
     round: RestartRound
     version: Natural
     """Version of the newest ROUND message that the sidecar holds for `round`. 0 if it holds none."""
-    manifests: Annotated[tuple[ListedManifest, ...], Meta(max_length=MAX_LISTED)] = ()
+    manifests: ByManifest = field(default_factory=dict)
+    """The manifests on the node tier. GET /v1/manifest returns a document."""
     shards: Annotated[tuple[ShardRef, ...], ManyShards] = ()
     """Shards on the node tier, which are the worker's own ones and copies for peers."""
     in_memory: Annotated[tuple[ShardRef, ...], ManyShards] = ()
@@ -168,7 +162,7 @@ class Inventory:
     """The newest ones. If all ranks have one of a step, its commit can be finished."""
     launcher: bool = False
     """The launcher of the pod is connected. That of a spare connects when it has imported torch."""
-    stored: Annotated[tuple[ListedManifest, ...], Meta(max_length=MAX_LISTED)] | None = None
+    stored: ByManifest | None = None
     """The newest checkpoints of the job in the object store, listed after the seal. None: SEAL did not ask
     for them, or the store has not answered."""
 

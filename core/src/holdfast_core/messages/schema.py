@@ -40,7 +40,6 @@ from holdfast_core.messages.operator import (
     GangProgress,
     GangRequest,
     Inventory,
-    ListedManifest,
     Member,
     Prune,
     Round,

@@ -30,8 +30,8 @@ from holdfast_core.api import (
 )
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format.manifest import ManifestShard
-from holdfast_core.ids import Digest, RestartRound, ShardRef, Step, Worker
-from holdfast_core.messages.schema import CoordinatorState, ListedManifest, UncommittedShard
+from holdfast_core.ids import CheckpointId, Digest, RestartRound, ShardRef, Step, Worker
+from holdfast_core.messages.schema import CoordinatorState, UncommittedShard
 from holdfast_operator.model import labels
 from holdfast_operator.model.installation import SidecarSettings
 
@@ -384,7 +384,7 @@ class InventoryView:
     shards: tuple[ShardRef, ...] = ()
     """Shards on its node tier and in its slots."""
     uncommitted: tuple[UncommittedShard, ...] = ()
-    stored: tuple[ListedManifest, ...] | None = None
+    stored: dict[Digest, CheckpointId] | None = None
     """Newest checkpoints of the job in the object store. None: it was not asked, or the store not reached."""
 
 

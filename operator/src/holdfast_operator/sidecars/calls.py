@@ -293,7 +293,7 @@ class Sidecars:
     async def _take(self, context: SSLContext, pod: PodCalls, inventory: Inventory) -> None:
         """Fetch the manifests of an inventory that are not known, and record it as the sidecar's answer."""
         fetch = partial(self._client.manifest, context, pod.target)
-        pod.wanted = frozenset(m.manifest for m in inventory.manifests)
+        pod.wanted = frozenset(inventory.manifests)
         found = await pod.manifests.view(inventory, pod.target.ranks, fetch)
         pod.wanted = frozenset()
         self._answers.answered(pod)

@@ -31,13 +31,12 @@ import aiohttp
 
 from holdfast_core.contract import CONTROL_PORT
 from holdfast_core.errors import FormatError, UnavailableError
-from holdfast_core.ids import JobUid
+from holdfast_core.ids import CheckpointId, JobUid
 from holdfast_core.messages.codec import dumps, loads, reply_limit_bytes
 from holdfast_core.messages.schema import (
     CoordinatorState,
     GangRequest,
     Inventory,
-    ListedManifest,
     Ok,
     Prune,
     Refusal,
@@ -146,10 +145,10 @@ class SidecarClient:
         return await self._call(context, target, "/v1/inventory", Inventory)
 
     async def manifest(
-        self, context: ssl.SSLContext, target: Target, listed: ListedManifest
+        self, context: ssl.SSLContext, target: Target, checkpoint: CheckpointId
     ) -> bytes | None:
         """Return the document of a manifest, or None if the sidecar does not have it any longer."""
-        path = f"/v1/manifest?step={listed.step}&round={listed.round}"
+        path = f"/v1/manifest?step={checkpoint.step}&round={checkpoint.round}"
         try:
             return await self._call(context, target, path, bytes)
         except SidecarRefused as refusal:

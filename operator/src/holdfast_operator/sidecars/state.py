@@ -23,13 +23,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Worker
-from holdfast_core.messages.schema import (
-    CoordinatorState,
-    Inventory,
-    ListedManifest,
-    Refusal,
-    RestorePoint,
-)
+from holdfast_core.messages.schema import CoordinatorState, Inventory, Refusal, RestorePoint
 from holdfast_operator.model.job import (
     AckedRound,
     InventoryView,
@@ -59,7 +53,7 @@ Nothing waits for routine news: the progress of the ranks, the goodput, the age 
 few jobs they are seconds old. With a thousand jobs they would take all of the operator's time, so they are as
 old as the time in which the operator gets round to each job."""
 
-Fetch = Callable[[ListedManifest], Awaitable[bytes | None]]
+Fetch = Callable[[CheckpointId], Awaitable[bytes | None]]
 """Reads the document of a manifest from the sidecar that lists it. None: the sidecar has deleted it."""
 
 
@@ -93,8 +87,8 @@ class Manifests:
         found: list[ManifestView] = []
         try:
             async with asyncio.timeout(ALL_SECONDS):
-                for listed in inventory.manifests:
-                    manifest = await self._get(listed, ranks, fetch)
+                for digest, checkpoint in inventory.manifests.items():
+                    manifest = await self._get(digest, checkpoint, ranks, fetch)
                     if manifest is not None:
                         found.append(manifest)
         except TimeoutError as error:
@@ -119,33 +113,36 @@ class Manifests:
             self._locks.pop(digest, None)
             self._known.pop(digest, None)
 
-    async def _get(self, listed: ListedManifest, ranks: int, fetch: Fetch) -> ManifestView | None:
+    async def _get(
+        self, digest: Digest, checkpoint: CheckpointId, ranks: int, fetch: Fetch
+    ) -> ManifestView | None:
         """Return a manifest, or None if the sidecar has deleted it.
 
         Sidecars that list the same manifest wait for the first of them to send it. If that one fails, the
         next one is asked.
         """
-        async with self._locks.setdefault(listed.manifest, asyncio.Lock()):
-            known = self._known.get(listed.manifest)
-            if known is None or (known.step, known.round) != (listed.step, listed.round):
-                document = await fetch(listed)
+        async with self._locks.setdefault(digest, asyncio.Lock()):
+            known = self._known.get(digest)
+            if known is None or CheckpointId(known.step, known.round) != checkpoint:
+                document = await fetch(checkpoint)
                 if document is None:
                     return None
-                known = await asyncio.to_thread(self._verified, document, listed, ranks)
-                self._known[listed.manifest] = known
+                known = await asyncio.to_thread(self._verified, document, digest, checkpoint, ranks)
+                self._known[digest] = known
             return known
 
-    def _verified(self, document: bytes, listed: ListedManifest, ranks: int) -> ManifestView:
-        checkpoint = CheckpointId(listed.step, listed.round)
-        digest = manifest_digest(document)
-        if digest != listed.manifest:
+    def _verified(
+        self, document: bytes, digest: Digest, checkpoint: CheckpointId, ranks: int
+    ) -> ManifestView:
+        found = manifest_digest(document)
+        if found != digest:
             raise FormatError(
-                f"manifest of {checkpoint}: the sidecar listed digest {listed.manifest} and sent a "
-                f"document with digest {digest}"
+                f"manifest of {checkpoint}: the sidecar listed digest {digest} and sent a document with "
+                f"digest {found}"
             )
         manifest = parse_manifest_of(document, self._job_uid, checkpoint)
         shards = manifest.shards if manifest.world_size == ranks else ()
-        return ManifestView(listed.step, listed.round, digest, manifest.world_size, shards)
+        return ManifestView(checkpoint.step, checkpoint.round, digest, manifest.world_size, shards)
 
 
 SILENT_AFTER = 3

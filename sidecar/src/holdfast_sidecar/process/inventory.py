@@ -18,9 +18,19 @@ from holdfast_core.errors import (
     UnreadableError,
 )
 from holdfast_core.format.manifest import manifest_digest, parse_manifest_of
-from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, ShardRef, Step, TierName
+from holdfast_core.ids import (
+    CheckpointId,
+    Digest,
+    JobUid,
+    Rank,
+    RestartRound,
+    ShardRef,
+    Step,
+    TierName,
+    age_of,
+)
 from holdfast_core.messages.codec import MAX_LISTED, dumps, reply_limit_bytes
-from holdfast_core.messages.schema import Inventory, ListedManifest, UncommittedShard
+from holdfast_core.messages.schema import Inventory, UncommittedShard
 from holdfast_core.shm.slot_file import SlotFile, SlotState, list_slots
 from holdfast_core.store.tier import ObjectTier
 from holdfast_core.tasks import Tasks
@@ -56,7 +66,7 @@ class Inventories:
         self._layouts = saves.layouts
         self._telemetry = telemetry
         self._changed = logs.Changed()
-        self._stored: tuple[RestartRound, tuple[ListedManifest, ...]] | None = None
+        self._stored: tuple[RestartRound, dict[Digest, CheckpointId]] | None = None
         """The sealed round for which the store was listed last, and what it had."""
         self._look: asyncio.Task[None] | None = None
         """The newest list of the store, which may be under way."""
@@ -97,7 +107,7 @@ class Inventories:
         """
         uid = self._pod.job_uid
         corrupt = partial(self._telemetry.metrics.corruption, TierName.NODE)
-        manifests = await self._read.run(listed_manifests, self._node, uid, corrupt)
+        manifests, ranks = await self._read.run(listed_manifests, self._node, uid, corrupt)
         slots, known = self._pod.settings.slots_dir, dict(self._stager.memory)
         shards, in_memory = await self._read.run(listed_shards, self._node, uid, slots, known)
         try:
@@ -114,21 +124,21 @@ class Inventories:
             manifests=manifests,
             shards=shards,
             in_memory=in_memory,
-            uncommitted=await self._uncommitted(state, manifests),
+            uncommitted=await self._uncommitted(state, frozenset(manifests.values())),
             launcher=launcher,
             stored=self._listed_of_store(state),
         )
-        fitting = await self._read.run(fit, whole)
+        fitting = await self._read.run(fit, whole, ranks)
         left_out = len(whole.manifests) - len(fitting.manifests)
         if left_out:
-            oldest = fitting.manifests[0].step
+            oldest = next(iter(fitting.manifests.values())).step
             text = "the inventory is too large: it leaves out its oldest steps. Lower retention.keepLast"
             self._changed.warning("inventory", text, steps=left_out, oldest_listed=oldest)
         else:
             self._changed.healthy("inventory")
         return fitting
 
-    def _listed_of_store(self, state: RoundState) -> tuple[ListedManifest, ...] | None:
+    def _listed_of_store(self, state: RoundState) -> dict[Digest, CheckpointId] | None:
         """Return what the store had after the seal of this round. None: it is not known, or no longer."""
         stored = self._stored
         if stored is None or state.accepted is not None or stored[0] != state.round:
@@ -136,10 +146,9 @@ class Inventories:
         return stored[1]
 
     async def _uncommitted(
-        self, state: RoundState, manifests: tuple[ListedManifest, ...]
+        self, state: RoundState, committed: frozenset[CheckpointId]
     ) -> tuple[UncommittedShard, ...]:
         """Return the own shards of the newest steps without a manifest."""
-        committed = frozenset(CheckpointId(m.step, m.round) for m in manifests)
         records = await self._read.run(
             own_uncommitted, self._node, self._pod.job_uid, state.own_ranks, committed
         )
@@ -173,44 +182,50 @@ def own_uncommitted(
     return tuple(found[max(0, len(found) - _UNCOMMITTED_OF_A_RANK * len(ranks)) :])
 
 
-def fit(inventory: Inventory) -> Inventory:
+def fit(inventory: Inventory, ranks: int) -> Inventory:
     """Return the inventory without its oldest manifests and their shards, so that the operator accepts it.
 
     The operator refuses a larger one, and a restart would wait for this sidecar without end. The newest
-    manifest always stays. Manifests must be in the order of step and round.
+    manifest always stays.
+
+    Args:
+        ranks: Number of ranks of the newest checkpoint.
     """
-    if not inventory.manifests:
+    listed = list(inventory.manifests.items())
+    if not listed:
         return inventory
-    limit_bytes = reply_limit_bytes(Inventory, inventory.manifests[-1].world_size)
-    first = max(0, len(inventory.manifests) - MAX_LISTED)
-    entries = len(inventory.shards) + len(inventory.in_memory) + len(inventory.manifests)
+    limit_bytes = reply_limit_bytes(Inventory, ranks)
+    first = max(0, len(listed) - MAX_LISTED)
+    entries = len(inventory.shards) + len(inventory.in_memory) + len(listed)
     if not first and entries * MOST_ENTRY_BYTES <= limit_bytes:
         return inventory  # The exact size need not be known.
     excess = len(dumps(inventory)) - limit_bytes
-    shard_bytes: Counter[tuple[Step, RestartRound]] = Counter()
+    shard_bytes: Counter[CheckpointId] = Counter()
     for shard in (*inventory.shards, *inventory.in_memory):
-        shard_bytes[shard.step, shard.round] += len(dumps(shard)) + 1  # with the comma after it
-    for manifest in inventory.manifests[:first]:
-        excess -= len(dumps(manifest)) + 1 + shard_bytes[manifest.step, manifest.round]
-    while excess > 0 and first < len(inventory.manifests) - 1:
-        oldest = inventory.manifests[first]
-        excess -= len(dumps(oldest)) + 1 + shard_bytes[oldest.step, oldest.round]
+        shard_bytes[shard.checkpoint] += len(dumps(shard)) + 1  # with the comma after it
+
+    def freed_bytes(digest: Digest, checkpoint: CheckpointId) -> int:
+        return len(dumps({digest: checkpoint})) - 1 + shard_bytes[checkpoint]  # without the braces
+
+    excess -= sum(freed_bytes(*entry) for entry in listed[:first])
+    while excess > 0 and first < len(listed) - 1:
+        excess -= freed_bytes(*listed[first])
         first += 1
     if not first:
         return inventory
-    omitted = {(m.step, m.round) for m in inventory.manifests[:first]}
+    omitted = {checkpoint for _, checkpoint in listed[:first]}
     shards, in_memory = (
-        tuple(s for s in found if (s.step, s.round) not in omitted)
+        tuple(s for s in found if s.checkpoint not in omitted)
         for found in (inventory.shards, inventory.in_memory)
     )
-    manifests = inventory.manifests[first:]
+    manifests = dict(listed[first:])
     return replace(inventory, manifests=manifests, shards=shards, in_memory=in_memory)
 
 
 def listed_manifests(
     node: NodeTier, job_uid: JobUid, corrupt: Callable[[], object]
-) -> tuple[ListedManifest, ...]:
-    """Return the manifests of this job on the node tier, in order of step and round. Blocking.
+) -> tuple[dict[Digest, CheckpointId], int]:
+    """Return the manifests of this job on the node tier, and the number of ranks of the newest. Blocking.
 
     A manifest that cannot be read is left out and logged. One that is corrupt or is another checkpoint's is
     quarantined.
@@ -218,13 +233,13 @@ def listed_manifests(
     Args:
         corrupt: Called for each manifest that is quarantined.
     """
-    found: list[ListedManifest] = []
-    for checkpoint in node.checkpoints(job_uid):
+    found: dict[Digest, CheckpointId] = {}
+    ranks = 0
+    for checkpoint in sorted(node.checkpoints(job_uid)):
         try:
             document = node.get_manifest(job_uid, checkpoint)
             ranks = parse_manifest_of(document, job_uid, checkpoint).world_size
-            digest = manifest_digest(document)
-            found.append(ListedManifest(checkpoint.step, checkpoint.round, digest, ranks))
+            found[manifest_digest(document)] = checkpoint
         except UnreadableError as error:
             logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))
         except CorruptionError as error:
@@ -233,28 +248,27 @@ def listed_manifests(
             corrupt()
         except HoldfastError as error:
             logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))
-    return tuple(sorted(found, key=lambda m: (m.step, m.round)))
+    return found, ranks
 
 
 def stored_manifests(
     store: ObjectTier, namespace: str, job_uid: JobUid
-) -> tuple[ListedManifest, ...]:
+) -> dict[Digest, CheckpointId]:
     """Return the checkpoints of the newest rounds in the object store, in order of step and round. Blocking.
 
     A manifest that is not valid is left out and logged: no restore could use it.
     """
-    found: list[ListedManifest] = []
-    there = sorted(store.list_manifests(namespace, job_uid), key=lambda c: (c.round, c.step))
-    for checkpoint in there[-_LISTED_OF_STORE:]:
+    found: dict[Digest, CheckpointId] = {}
+    there = sorted(store.list_manifests(namespace, job_uid), key=age_of)
+    for checkpoint in sorted(there[-_LISTED_OF_STORE:]):
         try:
             document = store.get_manifest(namespace, job_uid, checkpoint)
-            ranks = parse_manifest_of(document, job_uid, checkpoint).world_size
+            parse_manifest_of(document, job_uid, checkpoint)
         except (CorruptionError, FormatError, NotFoundError) as error:
             logs.warning("a manifest of the store is left out", error=str(error))
             continue
-        digest = manifest_digest(document)
-        found.append(ListedManifest(checkpoint.step, checkpoint.round, digest, ranks))
-    return tuple(sorted(found, key=lambda m: (m.step, m.round)))
+        found[manifest_digest(document)] = checkpoint
+    return found
 
 
 def listed_shards(

@@ -269,8 +269,8 @@ def _of_one_history(found: Iterable[Candidate]) -> list[Candidate]:
 
 def stored_list(answered: list[MemberState]) -> dict[CheckpointId, Digest]:
     """Return the checkpoints that these members have found in the object store, each with its manifest."""
-    lists = (m.inventory.stored or () for m in answered if m.inventory is not None)
-    return {CheckpointId(s.step, s.round): s.manifest for found in lists for s in found}
+    lists = (m.inventory.stored or {} for m in answered if m.inventory is not None)
+    return {checkpoint: digest for found in lists for digest, checkpoint in found.items()}
 
 
 def is_in_store(world: World, checkpoint: CheckpointId) -> bool:

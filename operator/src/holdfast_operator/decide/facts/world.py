@@ -26,7 +26,7 @@ from holdfast_core.api import (
 from holdfast_core.api import with_status as job_with_status
 from holdfast_core.api.checkpoint_adoption import CheckpointAdoptionSpec
 from holdfast_core.api.training_job import TrainingJobSpec
-from holdfast_core.ids import FIRST_SPARE, CheckpointId, RestartRound, Step, Worker, is_spare
+from holdfast_core.ids import FIRST_SPARE, RestartRound, Step, Worker, is_spare
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import another_secret_name
 from holdfast_operator.model import labels
@@ -531,10 +531,10 @@ class World:
         """Return the highest round of a stored checkpoint, by Checkpoint objects and lists of the store."""
         recorded = (c.id for c in self.own_checkpoints if c.persisted)
         listed = (
-            CheckpointId(found.step, found.round)
+            checkpoint
             for s in self.observed.sidecars
             if s.inventory is not None
-            for found in s.inventory.stored or ()
+            for checkpoint in (s.inventory.stored or {}).values()
         )
         rounds = (i.round for i in chain(recorded, listed) if i is not None)
         return max((r for r in rounds if self._is_evidence(r)), default=None)
