@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import Member
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.shards.file import CHUNK_BYTES, ShardHeader, Trailer, head_bytes
+from holdfast_core.shards.file import CHUNK_BYTES, ShardHeader, ShardRecord, Trailer, head_bytes
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
@@ -33,7 +33,7 @@ from holdfast_sidecar.base.pod import Backoff, Patience
 from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.restore.fetch import PodPlaces
-from holdfast_sidecar.restore.slot_reader import FillTarget, SlotReader
+from holdfast_sidecar.restore.slot_reader import FillTarget, fill
 
 NAMESPACE = "ns"
 JOB = JobIdentity(NAMESPACE, "job", JobUid("job"))
@@ -160,49 +160,37 @@ class World:
         own: Any = self
         return PodPlaces(self.manifest, NAMESPACE, tiers, own, own, self.metrics, 1)
 
-    def reader(self, pools: Pools) -> SlotReader:
-        return SlotReader(pools, self.metrics, self.clock.patience)
-
     def fill(
         self, wanted: RankLayout = WANTED, slot: SlotFile | None = None
     ) -> tuple[TierName, bytes]:
         """Fill a slot. Return the farthest tier that was read, and the payload."""
-        return self._fill(
-            wanted.payload_bytes,
-            lambda reader, places, target: reader.boxes(
-                places, wanted, 3, target, self.waits.append
-            ),
-            slot,
-        )
+        record, tier, data = self._fill(wanted, wanted.payload_bytes, slot)
+        assert record is None
+        return tier, data
 
     def fill_shard(self) -> tuple[TierName, bytes]:
         """Fill a slot with the shard of rank 1. Return as `fill`."""
-
-        async def shard(reader: SlotReader, places: PodPlaces, target: FillTarget) -> TierName:
-            record, tier = await reader.shard(places, Rank(1), target, self.waits.append)
-            assert record == self.records[1]
-            return tier
-
-        return self._fill(self.layouts[1].payload_bytes, shard)
+        record, tier, data = self._fill(None, self.layouts[1].payload_bytes)
+        assert record == self.records[1]
+        return tier, data
 
     def _fill(
-        self,
-        payload_bytes: int,
-        read: Callable[[SlotReader, PodPlaces, FillTarget], Awaitable[TierName]],
-        slot: SlotFile | None = None,
-    ) -> tuple[TierName, bytes]:
+        self, wanted: RankLayout | None, payload_bytes: int, slot: SlotFile | None = None
+    ) -> tuple[ShardRecord | None, TierName, bytes]:
         path = self.slot(self.root, payload_bytes)
 
-        async def scenario() -> tuple[TierName, bytes]:
+        async def scenario() -> tuple[ShardRecord | None, TierName, bytes]:
             pools = Pools(disk=1, fetch=1, store=1)
             target = FillTarget(Rank(1))
             target.take(slot or SlotFile.open(self.root, path.name))
             try:
-                tier = await read(self.reader(pools), self.places(pools), target)
+                patience, waits = self.clock.patience, self.waits.append
+                places = self.places(pools)
+                record, tier = await fill(places, target, Rank(1), wanted, 3, patience, waits)
             finally:
                 target.stop("it is over")
                 pools.close()
-            return tier, path.read_bytes()[HEADER_BYTES:]
+            return record, tier, path.read_bytes()[HEADER_BYTES:]
 
         return asyncio.run(scenario())
 

@@ -5,6 +5,8 @@ which may come from the shards of several ranks. The places of a shard are tried
 sent before it failed is kept, and the next place continues with the rest. A shard that no place has is left
 out, and other shards that hold the same slices are read.
 
+`restore_reply` and `Reader.fill` serve a rank's Restore and Fill, in a pod and in a folder.
+
 The reader is a coroutine, because in a sidecar each place has threads of its own. `run_blocking` runs it
 where every call blocks. The calls that read one shard block and do not retry.
 """
@@ -12,8 +14,9 @@ where every call blocks. The calls that read one shard block and do not retry.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +25,25 @@ from typing import Any, Generic, Protocol, TypeVar
 from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError, UnavailableError
 from holdfast_core.format.manifest import Manifest, ManifestShard
 from holdfast_core.format.rank_layout import RankLayout
-from holdfast_core.ids import ByteRange, Rank, TierName
-from holdfast_core.reshard.plan import READ_BYTES, Move, Read, SliceSearch, by_source, reads_of
+from holdfast_core.ids import ByteRange, Digest, Rank, TierName
+from holdfast_core.messages.schema import Restore, RestorePoint, RestoreReply
+from holdfast_core.reshard.boxes import holders_of
+from holdfast_core.reshard.plan import (
+    READ_BYTES,
+    Move,
+    Read,
+    SliceSearch,
+    by_source,
+    home_of,
+    reads_of,
+)
 from holdfast_core.shards.file import ShardRecord, trailer_bytes
+from holdfast_core.shm.slot_file import SlotTarget, begin_assembly, begin_shard
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import AHEAD_BYTES, ReaderSource, SourceErrors
 
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 _ORDER = (TierName.NODE, TierName.PEER, TierName.OBJECT)
 
 
@@ -178,6 +193,35 @@ class Reader(Generic[P]):
             else:
                 return
 
+    async def fill(
+        self, slot: SlotTarget, rank: Rank, wanted: RankLayout | None, world_size: int
+    ) -> ShardRecord | None:
+        """Put a payload into a slot, which is FREE at the end.
+
+        Args:
+            slot: The memory of this reader. While it is written, it is FILLING.
+            rank: The rank that restores.
+            wanted: Layout of the payload, which is no saved shard: the slot names none at the end. None: the
+                rank's shard as it was saved, which the slot names at the end.
+            world_size: Number of the ranks that restore.
+
+        Returns:
+            The record of the shard as it was saved, else None.
+
+        Raises what `read_span` and `read` raise, and FormatError for a layout that is none of a payload.
+        """
+        run, record = self._saved.run, None
+        if wanted is None:
+            manifest = self._saved.manifest
+            size = manifest.shards[rank].payload_bytes
+            free = await run(partial(begin_shard, slot, manifest.ref(rank), size))
+            record = await self.read_span(rank, ByteRange(0, size))
+        else:
+            free = await run(partial(begin_assembly, slot, wanted))
+            await self.read(wanted, world_size)
+        await run(partial(slot.write_header, free))
+        return record
+
     def _begin_pass(self) -> None:
         self._check()
         self._missing = self._missing_for_good()
@@ -265,6 +309,47 @@ def run_blocking(read: Coroutine[Any, Any, T]) -> T:
         return found
     read.close()
     raise RuntimeError("the read waits for an event loop: expected that all its calls block")
+
+
+async def restore_reply(
+    message: Restore,
+    point: RestorePoint,
+    manifest: Manifest,
+    is_own: bool,
+    publish: Callable[[Sequence[Rank]], Awaitable[Digest]],
+) -> RestoreReply:
+    """Return what a rank restores from, and put the layouts that it needs into the shared directory.
+
+    Args:
+        message: What the rank sent.
+        point, manifest: The checkpoint.
+        is_own: Whether as many ranks have saved it as restore it, so that each has a shard of its own.
+        publish: Puts the layout of the first of some old ranks that has one there. Raises HoldfastError.
+    """
+    rank, home, layouts = message.rank, None, dict[Digest, int]()
+    if message.with_layouts or not is_own:
+        old = home_of(rank, manifest.world_size)
+        home = await publish([old])
+        for ranks in holders_of(manifest.shards).values():
+            # The home, which is read anyway, stands for its own group.
+            layouts[home if old in ranks else await publish(ranks)] = len(ranks)
+    rank_layout = None
+    if is_own:
+        try:
+            rank_layout = await publish([rank])
+        except (NotFoundError, CorruptionError, UnavailableError) as error:
+            # By its layout a rank notices that its state is sharded differently now. One whose sharding has
+            # not changed can do without, and must not fail for a document that no place has. A changed
+            # sharding is then noticed by the shapes at load, unless these are equal.
+            _LOG.warning("the layout of rank %d of %s: %s", rank, manifest.checkpoint, error)
+    return RestoreReply(
+        point,
+        payload_bytes=manifest.shards[rank].payload_bytes if is_own else 0,
+        world_size=manifest.world_size,
+        rank_layout=rank_layout,
+        home=home,
+        layouts=layouts,
+    )
 
 
 class PayloadSink(Protocol):

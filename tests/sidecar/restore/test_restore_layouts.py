@@ -113,7 +113,6 @@ class Pod:
                 saves,
                 self,  # type: ignore[arg-type]
                 absent,
-                absent,
                 Metrics(),
             )
             try:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.sidecar.reshard_world import NAMESPACE, WANTED, Gate, Turning, World, payload_of
+from tests.sidecar.reshard_world import NAMESPACE, WANTED, Gate, World, payload_of
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.faulty import Fault, Faults
 
@@ -112,7 +112,7 @@ class Pod:
         as_any: Any = self
         pod: Any = SimpleNamespace(
             settings=SimpleNamespace(slots_dir=self.world.root),
-            patience=Turning().patience,
+            patience=self.world.clock.patience,
             namespace_of=self.namespace_of,
             state=SimpleNamespace(world_size=3),
         )
@@ -125,7 +125,6 @@ class Pod:
             Tiers(node, None, pools),
             saves,
             as_any,
-            self.world.reader(pools),
             lambda manifest, namespace: self.world.places(pools, node),
             self.world.metrics,
         )

@@ -18,7 +18,7 @@ from holdfast.directory.commit import Committer
 from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import OpenFolder, ServiceOptions
 from holdfast.directory.persister import DirectoryService
-from holdfast.directory.restore import FolderPlaces, ShardFetcher, assemble_payload
+from holdfast.directory.restore import FolderPlaces, ShardFetcher
 from holdfast.slots.staging import SlotRing
 from holdfast_core.errors import (
     NotFoundError,
@@ -32,6 +32,7 @@ from holdfast_core.format.rank_layout import RankLayout, layout_digests
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import Fill, Policy, Restore
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.reading import Reader, run_blocking
 from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.shards.file import ShardHeader, Trailer
 from holdfast_core.shm.shared_files import LayoutFiles
@@ -94,6 +95,13 @@ def held(slot: SlotFile, payload_bytes: int) -> bytes:
     return bytes(data)
 
 
+def assemble(fetcher: ShardFetcher, manifest: Manifest, wanted: RankLayout, slot: SlotFile) -> int:
+    """Assemble a payload for one of two ranks. Return the number of bytes read."""
+    reader = Reader(FolderPlaces(fetcher, manifest), slot)
+    run_blocking(reader.fill(slot, wanted.rank, wanted, 2))
+    return reader.read_bytes.total()
+
+
 def damage(root: Path, rank: int) -> None:
     (path,) = root.rglob(f"rank{rank:06d}-*.shard")
     with open(path, "r+b") as file:
@@ -113,7 +121,7 @@ def test_a_payload_is_assembled_from_the_parts_of_several_ranks(tmp_path: Path, 
     tier, manifest = saved(tmp_path)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [3], rank)
     slot = slot_in(tmp_path, rank, wanted.payload_bytes)
-    read = assemble_payload(FolderPlaces(ShardFetcher(tier), manifest), wanted, 2, slot)
+    read = assemble(ShardFetcher(tier), manifest, wanted, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(rank))
     assert read <= 1.2 * wanted.payload_bytes
     slot.close()
@@ -124,7 +132,7 @@ def test_a_bad_shard_is_quarantined_and_its_copy_read(tmp_path: Path) -> None:
     damage(tmp_path, 1)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble_payload(FolderPlaces(ShardFetcher(tier), manifest), wanted, 2, slot)
+    assemble(ShardFetcher(tier), manifest, wanted, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]
     slot.close()
@@ -136,7 +144,7 @@ def test_the_content_of_a_missing_shard_is_read_from_another(tmp_path: Path) -> 
     path.unlink()
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble_payload(FolderPlaces(ShardFetcher(tier), manifest), wanted, 2, slot)
+    assemble(ShardFetcher(tier), manifest, wanted, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     slot.close()
 
@@ -148,7 +156,7 @@ def test_an_error_names_both_bad_copies(tmp_path: Path) -> None:
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     with pytest.raises(NotFoundError, match=r"(?s)CRC32C.*CRC32C.*w: 131072 of 262144 elements"):
-        assemble_payload(FolderPlaces(ShardFetcher(tier), manifest), wanted, 2, slot)
+        assemble(ShardFetcher(tier), manifest, wanted, slot)
     assert quarantined(tmp_path) == ["rank000001", "rank000003"]
     slot.close()
 
@@ -164,7 +172,7 @@ def test_a_shard_that_does_not_match_the_manifest_is_not_read(tmp_path: Path) ->
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     other = msgspec.structs.replace(manifest, shards=tuple(shards))
-    assemble_payload(FolderPlaces(ShardFetcher(tier), other), wanted, 2, slot)
+    assemble(ShardFetcher(tier), other, wanted, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]
     slot.close()
@@ -175,7 +183,7 @@ def test_a_tensor_that_was_never_saved_quarantines_nothing(tmp_path: Path) -> No
     wanted = layout_of({"v": Tensor("F32", (2, 2))}, [1], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     with pytest.raises(StateMismatchError, match=r"v: expected F32 \[2, 2\], found nothing"):
-        assemble_payload(FolderPlaces(ShardFetcher(tier), manifest), wanted, 2, slot)
+        assemble(ShardFetcher(tier), manifest, wanted, slot)
     assert quarantined(tmp_path) == []
     slot.close()
 
@@ -258,7 +266,7 @@ def test_a_store_that_stops_to_answer_during_a_read_is_waited_for(
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     fetcher = ShardFetcher(folder.tier, folder)
-    assemble_payload(FolderPlaces(fetcher, manifest), wanted, 2, slot)
+    assemble(fetcher, manifest, wanted, slot)
     assert fetcher.has_read_store
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert stored.breaking.has_broken
@@ -277,7 +285,7 @@ def test_damaged_shards_of_the_folder_are_read_from_its_store(
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     fetcher = ShardFetcher(folder.tier, folder)
-    assemble_payload(FolderPlaces(fetcher, manifest), wanted, 2, slot)
+    assemble(fetcher, manifest, wanted, slot)
     assert fetcher.has_read_store
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     slot.close()

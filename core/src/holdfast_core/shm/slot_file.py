@@ -16,9 +16,10 @@ restore again.
 
 A sidecar and a folder's persister put a payload into a rank's slot by the same steps:
 
-1. `names_shard`: a slot whose header names the shard may still hold it. The bytes are verified.
+1. `kept_slot`: a slot whose header names the shard may still hold it. The bytes are verified, here or by the
+   rank.
 2. `first_fitting`: otherwise a slot is chosen that is large enough.
-3. `begin_shard` or `begin_assembly` marks the slot. A `reading.Reader` puts a saved shard, or a
+3. `begin_shard` or `begin_assembly` marks the slot. `reading.Reader.fill` puts a saved shard, or a
    payload that is assembled from ranges of several shards, into it. The header that was returned is written
    at the end.
 
@@ -28,11 +29,13 @@ taken for the shard. All calls block.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import islice
@@ -44,6 +47,7 @@ from holdfast_core.errors import (
     CorruptionError,
     FormatError,
     NotFoundError,
+    TierError,
     UnavailableError,
 )
 from holdfast_core.format.rank_layout import RankLayout
@@ -53,6 +57,8 @@ from holdfast_core.shards.file import CHUNK_BYTES
 from holdfast_core.shards.stream import ChunkCrcs, TableDigester
 from holdfast_core.shm.shared_files import open_regular, opened_directory
 from holdfast_core.tiers.base import NodeTier, PayloadSource, ShardReader
+
+_LOG = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096
 MAGIC = b"HFSLOT01"
@@ -343,10 +349,38 @@ class SlotTarget(Protocol):
     def write_payload(self, offset: int, data: memoryview) -> None: ...
 
 
-def names_shard(header: SlotHeader, ref: ShardRef, payload_bytes: int) -> bool:
-    """Return whether the slot's header names this shard. The payload is not verified."""
-    found = (header.round, header.step, header.payload_bytes)
-    return header.state is not SlotState.FILLING and found == (ref.round, ref.step, payload_bytes)
+def kept_slot(
+    offered: Iterable[str],
+    ref: ShardRef,
+    payload_bytes: int,
+    open_slot: Callable[[str], SlotFile],
+    take: Callable[[SlotFile], bool],
+    node: NodeTier | None = None,
+) -> str | None:
+    """Return the first offered slot that holds a shard, or None. A slot that cannot be used is passed over.
+
+    Args:
+        offered: Names of the offered slots.
+        ref, payload_bytes: The shard.
+        open_slot: Opens a slot.
+        take: Makes a slot that holds the shard FREE, or returns False if it is in use.
+        node: The tier with the shard, against which every byte is verified. None: only the header is read.
+    """
+    for name in offered:
+        try:
+            with closing(open_slot(name)) as slot:
+                header = slot.header()
+                found = (header.round, header.step, header.payload_bytes)
+                if (
+                    header.state is not SlotState.FILLING
+                    and found == (ref.round, ref.step, payload_bytes)
+                    and (node is None or slot_holds(slot, node, ref, payload_bytes))
+                    and take(slot)
+                ):
+                    return name
+        except (FormatError, TierError) as error:
+            _LOG.info("slot %s cannot be used: %s", name, error)
+    return None
 
 
 def first_fitting(

@@ -11,7 +11,6 @@ from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import Fetcher, PodPlaces
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Rehydrator
-from holdfast_sidecar.restore.slot_reader import SlotReader
 from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.wire.bulk import Members
 
@@ -42,8 +41,7 @@ class RestoreComponents:
             metrics=metrics,
             procs_per_worker=pod.contract.procs_per_worker,
         )
-        reader = SlotReader(tiers.pools, metrics, pod.patience)
-        self.filler = Filler(pod, tiers, saves, self.rehydrator, reader, places, metrics)
+        self.filler = Filler(pod, tiers, saves, self.rehydrator, places, metrics)
         self.filler.changed.subscribe(changed)
 
     @property

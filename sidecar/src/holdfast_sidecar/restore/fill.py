@@ -16,17 +16,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from functools import partial
 
-from holdfast_core import logs
-from holdfast_core.errors import (
-    FormatError,
-    HoldfastError,
-    NotFoundError,
-    RefusedError,
-    UnavailableError,
-)
+from holdfast_core.errors import FormatError, NotFoundError, RefusedError, UnavailableError
 from holdfast_core.format.keys import shard_key
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.ids import Digest, Rank, ShardRef, TierName
@@ -38,24 +30,23 @@ from holdfast_core.messages.schema import (
     RestoreReply,
     ShardFile,
 )
-from holdfast_core.reshard.boxes import holders_of
-from holdfast_core.reshard.plan import home_of
+from holdfast_core.reading import restore_reply
 from holdfast_core.shm.slot_file import (
     SlotFile,
     SlotState,
     first_fitting,
-    names_shard,
+    kept_slot,
     rank_of_slot,
-    slot_holds,
 )
 from holdfast_core.tasks import Signal
+from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState, fence
 from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fetch import PodPlaces
 from holdfast_sidecar.restore.rehydrate import Rehydrator, Restored
-from holdfast_sidecar.restore.slot_reader import FillTarget, SlotReader
+from holdfast_sidecar.restore.slot_reader import FillTarget, fill
 from holdfast_sidecar.save.components import SaveComponents
 from holdfast_sidecar.wire.intake import Attached
 
@@ -69,7 +60,6 @@ class Filler:
         tiers: Tiers,
         saves: SaveComponents,
         rehydrator: Rehydrator,
-        reader: SlotReader,
         places: Callable[[Manifest, str], PodPlaces],
         metrics: Metrics,
     ) -> None:
@@ -79,7 +69,6 @@ class Filler:
         self._layouts = saves.layouts
         self._stager = saves.stager
         self._rehydrator = rehydrator
-        self._reader = reader
         self._places = places
         self._metrics = metrics
         self.changed: Signal[[]] = Signal()
@@ -108,20 +97,9 @@ class Filler:
         manifest = restored.manifest
         if manifest is None:
             return RestoreReply(restored.point)
-        home: Digest | None = None
-        layouts: dict[Digest, int] = {}
-        if message.with_layouts or restored.is_of_others:
-            home, layouts = await self._saved_layouts(message.rank, restored, manifest)
-        return RestoreReply(
-            restored.point,
-            payload_bytes=restored.payload_bytes.get(message.rank, 0),
-            world_size=manifest.world_size,
-            rank_layout=None
-            if restored.is_of_others
-            else await self._rank_layout(message.rank, restored),
-            home=home,
-            layouts=layouts,
-        )
+        publish = partial(self._publish, message.rank, restored)
+        is_own = not restored.is_of_others
+        return await restore_reply(message, restored.point, manifest, is_own, publish)
 
     async def opened(self, state: RoundState, message: Fill) -> Attached:
         """Return the file of the rank's shard, and the offered slot that may hold the shard, unverified.
@@ -218,7 +196,8 @@ class Filler:
             raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
         size = restored.payload_bytes[rank] if wanted is None else wanted.payload_bytes
         if wanted is None and ref is not None:
-            kept = await self._tiers.pools.fill.run(self._from_memory, names, ref, size, target)
+            node = self._tiers.node
+            kept = await self._tiers.pools.fill.run(self._kept, names, ref, size, target, node)
             if kept is not None:
                 return Filled(kept, size, TierName.MEMORY)
         slot = await self._tiers.pools.fill.run(self._room, names, size, target)
@@ -226,15 +205,14 @@ class Filler:
         saved = self._places(restored.manifest, self._pod.namespace_of(restored.point))
         waits = partial(self._failed, rank, target=target, is_final=False)
         try:
-            if wanted is not None:
-                world_size = self._pod.state.world_size
-                tier = await self._reader.boxes(saved, wanted, world_size, target, waits)
-                return Filled(slot, size, tier)
-            record, tier = await self._reader.shard(saved, rank, target, waits)
+            world_size, patience = self._pod.state.world_size, self._pod.patience
+            record, tier = await fill(saved, target, rank, wanted, world_size, patience, waits)
         except NotFoundError as error:
             text = f"cannot be restored: {error}"
             self._failed(rank, text, target)
             raise NotFoundError(text) from error
+        if record is None:  # the payload was assembled
+            return Filled(slot, size, tier)
         target.check()
         self._stager.memory[slot] = record
         if tier is TierName.NODE:
@@ -255,42 +233,9 @@ class Filler:
             )
         return self._rehydrator.restored
 
-    async def _saved_layouts(
-        self, rank: Rank, restored: Restored, manifest: Manifest
-    ) -> tuple[Digest, dict[Digest, int]]:
-        """Put the layouts into the shared volume by which the rank declares what it needs.
-
-        These are the layout of the rank's home, and one for each group of ranks that saved the same tensors.
-        Raises what `_layout` raises.
-        """
-        home = home_of(rank, manifest.world_size)
-        published = await self._layouts.publish(await self._layout(rank, restored, [home]))
-        found: dict[Digest, int] = {}
-        for ranks in holders_of(manifest.shards).values():
-            # The home, which is read anyway, stands for its own group.
-            members = [home] if home in ranks else ranks
-            document = await self._layout(rank, restored, members)
-            found[await self._layouts.publish(document)] = len(ranks)
-        return published, found
-
-    async def _rank_layout(self, rank: Rank, restored: Restored) -> Digest | None:
-        """Put the layout of the rank's saved shard into the shared volume, and return its digest.
-
-        By it the rank notices that its state is sharded differently now. None if it is not available.
-        """
-        try:
-            document = await self._layout(rank, restored, [rank])
-        except NotFoundError as error:
-            # The shard can be restored without its layout, so a rank whose sharding has not changed must
-            # not fail for a document that no place has. A changed sharding is then noticed by the shapes
-            # at load, unless these are equal.
-            logs.warning("reading a shard's layout failed", rank=rank, error=str(error))
-            return None
-        try:
-            return await self._layouts.publish(document)
-        except UnavailableError as error:
-            logs.warning("handing a shard's layout to the rank failed", rank=rank, error=str(error))
-            return None
+    async def _publish(self, rank: Rank, restored: Restored, holders: Sequence[Rank]) -> Digest:
+        """Put a layout into the shared volume. Raises what `_layout` raises, and UnavailableError."""
+        return await self._layouts.publish(await self._layout(rank, restored, holders))
 
     async def _layout(self, rank: Rank, restored: Restored, holders: Sequence[Rank]) -> bytes:
         """Return the layout of the first of the old ranks `holders` whose layout any place has.
@@ -335,54 +280,33 @@ class Filler:
 
     # ------------------------------------------------------------------ in a thread
 
-    def _from_memory(
-        self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
+    def _kept(
+        self,
+        names: tuple[str, ...],
+        ref: ShardRef,
+        payload_bytes: int,
+        target: FillTarget,
+        node: NodeTier | None,
     ) -> str | None:
-        """Return the offered slot that holds the shard already, or None. Every byte is compared."""
-        for name in names:
-            target.check()
-            try:
-                slot = SlotFile.open(self._pod.settings.slots_dir, name)
-            except HoldfastError:
-                continue
-            try:
-                if names_shard(slot.header(), ref, payload_bytes) and slot_holds(
-                    slot, self._tiers.node, ref, payload_bytes
-                ):
-                    with target.writing():
-                        if not self._stager.owns(name):
-                            slot.set_state(SlotState.FREE)
-                    return name
-            except HoldfastError as error:
-                logs.warning("a slot cannot be used", slot=name, error=str(error))
-            finally:
-                slot.close()
-        return None
+        """Return `kept_slot` of the offered slots, and make the slot FREE."""
+
+        def take(slot: SlotFile) -> bool:
+            with target.writing():
+                if not self._stager.owns(slot.name):
+                    slot.set_state(SlotState.FREE)
+            return True
+
+        opened = partial(SlotFile.open, self._pod.settings.slots_dir)
+        return kept_slot(names, ref, payload_bytes, opened, take, node)
 
     def _open(self, message: Fill, ref: ShardRef, source: TierName, target: FillTarget) -> Attached:
         with self._tiers.node.open_shard(ref) as reader:
             size = reader.record.header.payload_bytes
-            slot = self._named_slot(message, ref, size, target)
+            slot = self._kept(message.slots, ref, size, target, None)
             if slot is None:
                 self._metrics.fetched(TierName.NODE, size)
             file = ShardFile(shard_key(ref), ref, source, slot, is_attached=True)
             return Attached(file, os.dup(reader.fd))
-
-    def _named_slot(
-        self, message: Fill, ref: ShardRef, payload_bytes: int, target: FillTarget
-    ) -> str | None:
-        """Return an offered slot whose header names the shard, and make it FREE. Its bytes are not read."""
-        for name in message.slots:
-            try:
-                with closing(SlotFile.open(self._pod.settings.slots_dir, name)) as slot:
-                    if names_shard(slot.header(), ref, payload_bytes):
-                        with target.writing():
-                            if not self._stager.owns(name):
-                                slot.set_state(SlotState.FREE)
-                        return name
-            except (FormatError, NotFoundError, UnavailableError):
-                continue
-        return None
 
     def _room(self, names: tuple[str, ...], payload_bytes: int, target: FillTarget) -> str:
         """Give the target the first offered slot that is large enough and that the stager does not own.

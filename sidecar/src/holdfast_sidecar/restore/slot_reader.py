@@ -11,22 +11,19 @@ unreachable place may have is waited for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from holdfast_core import logs
 from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.rank_layout import RankLayout
-from holdfast_core.ids import ByteRange, Rank, TierName
+from holdfast_core.ids import Rank, TierName
 from holdfast_core.messages.schema import Refusal
 from holdfast_core.reading import Reader
 from holdfast_core.shards.file import ShardRecord
-from holdfast_core.shm.slot_file import SlotFile, SlotHeader, begin_assembly, begin_shard
+from holdfast_core.shm.slot_file import SlotFile, SlotHeader
 from holdfast_sidecar.base.pod import Patience
-from holdfast_sidecar.base.telemetry import Metrics
-from holdfast_sidecar.base.tiers import Pools
-from holdfast_sidecar.restore.fetch import PodPlaces, PodShardPlace
+from holdfast_sidecar.restore.fetch import PodPlaces
 
 
 class FillTarget:
@@ -105,83 +102,55 @@ class FillTarget:
         return self._slot
 
 
-T = TypeVar("T")
+async def fill(
+    saved: PodPlaces,
+    target: FillTarget,
+    rank: Rank,
+    wanted: RankLayout | None,
+    world_size: int,
+    patience: Callable[[], Patience],
+    waits: Callable[[str], None],
+) -> tuple[ShardRecord | None, TierName]:
+    """Put a payload of a checkpoint into the target's slot, and wait for places that do not answer.
 
+    Args:
+        saved: The checkpoint.
+        target: Target of the fill.
+        rank, wanted, world_size: As in `Reader.fill`.
+        patience: Begins to wait.
+        waits: Called with the reason, on each retry, once waiting has lasted longer than the patience.
 
-class SlotReader:
-    """Reader of a checkpoint into slots.
+    Returns:
+        What `Reader.fill` returns, and the farthest tier that served a part.
 
-    Its methods raise NotFoundError, with what was tried, if a part is available nowhere, and RefusedError if
-    the target was stopped. `waits` is called with the reason, on each retry, once waiting has lasted longer
-    than the patience. The tier that they return is the farthest one that served a part.
+    Raises:
+        NotFoundError: A part is available nowhere. The message lists what was tried.
+        RefusedError: The target was stopped.
+        StateMismatchError: The checkpoint does not hold the wanted tensors.
+        FormatError: `wanted` is not a valid layout of a payload.
     """
-
-    def __init__(self, pools: Pools, metrics: Metrics, patience: Callable[[], Patience]) -> None:
-        self._pools = pools
-        self._metrics = metrics
-        self._patience = patience
-
-    async def shard(
-        self, saved: PodPlaces, rank: Rank, target: FillTarget, waits: Callable[[str], None]
-    ) -> tuple[ShardRecord, TierName]:
-        """Write the payload of a rank's shard into the target's slot, which then names the shard."""
-        size = saved.manifest.shards[rank].payload_bytes
-        header = await self._pools.fill.run(begin_shard, target, saved.manifest.ref(rank), size)
-        reader = Reader(saved, target, target.check)
-        record = await self._patiently(
-            reader, lambda: reader.read_span(rank, ByteRange(0, size)), rank, waits
-        )
-        await self._pools.fill.run(target.write_header, header)
-        return record, reader.farthest
-
-    async def boxes(
-        self,
-        saved: PodPlaces,
-        wanted: RankLayout,
-        world_size: int,
-        target: FillTarget,
-        waits: Callable[[str], None],
-    ) -> TierName:
-        """Write the payload of the layout `wanted` into the target's slot.
-
-        The slot is then FREE and its header names no round and step, since its bytes are not a saved
-        shard. `world_size` is the number of the ranks that restore.
-
-        Raises:
-            StateMismatchError: The checkpoint does not hold the wanted tensors.
-            FormatError: `wanted` is not a valid layout of a payload.
-        """
-        header = await self._pools.fill.run(begin_assembly, target, wanted)
-        reader = Reader(saved, target, target.check)
-        await self._patiently(reader, lambda: reader.read(wanted, world_size), wanted.rank, waits)
-        await self._pools.fill.run(target.write_header, header)
+    reader = Reader(saved, target, target.check)
+    waiting: Patience | None = None
+    try:
+        while True:
+            try:
+                record = await reader.fill(target, rank, wanted, world_size)
+                break
+            except UnavailableError as error:
+                if waiting is None:
+                    waiting = patience()
+                    logs.warning("a fill waits for a source", rank=rank, error=str(error))
+                if waiting.over:
+                    waits(str(error))
+                await waiting.pause()
+    finally:
+        for tier, byte_count in reader.fetched_bytes.items():
+            saved.metrics.fetched(tier, byte_count)
+    if wanted is not None:
         logs.info(
             "a payload was built from other ranks' shards",
-            rank=wanted.rank,
+            rank=rank,
             payload_bytes=wanted.payload_bytes,
             read_bytes={str(tier): count for tier, count in reader.read_bytes.items()},
         )
-        return reader.farthest
-
-    async def _patiently(
-        self,
-        reader: Reader[PodShardPlace],
-        read: Callable[[], Awaitable[T]],
-        rank: Rank,
-        waits: Callable[[str], None],
-    ) -> T:
-        patience: Patience | None = None
-        try:
-            while True:
-                try:
-                    return await read()
-                except UnavailableError as error:
-                    if patience is None:
-                        patience = self._patience()
-                        logs.warning("a fill waits for a source", rank=rank, error=str(error))
-                    if patience.over:
-                        waits(str(error))
-                    await patience.pause()
-        finally:
-            for tier, byte_count in reader.fetched_bytes.items():
-                self._metrics.fetched(tier, byte_count)
+    return record, reader.farthest

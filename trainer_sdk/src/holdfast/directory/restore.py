@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
-from holdfast_core.ids import ByteRange, Digest, Rank, ShardRef, TierName
+from holdfast_core.ids import Digest, Rank, ShardRef, TierName
 from holdfast_core.messages.schema import (
     Fill,
     Filled,
@@ -32,18 +32,13 @@ from holdfast_core.messages.schema import (
     ShardFile,
 )
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.reading import Reader, ShardPlace, run_blocking
-from holdfast_core.reshard.boxes import holders_of
-from holdfast_core.reshard.plan import home_of
+from holdfast_core.reading import Reader, ShardPlace, restore_reply, run_blocking
 from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_core.shm.slot_file import (
     SlotFile,
     SlotState,
-    begin_assembly,
-    begin_shard,
     first_fitting,
-    names_shard,
-    slot_holds,
+    kept_slot,
 )
 
 T = TypeVar("T")
@@ -180,27 +175,15 @@ class FolderRestore:
             raise self._folder.choice_error
         if self._folder.choice is None:
             return RestoreReply(RestorePoint())
-        manifest = self._folder.choice.manifest
-        same = manifest.world_size == self._world_size
-        home: Digest | None = None
-        layouts: dict[Digest, int] = {}
-        if message.with_layouts or not same:
-            old = home_of(message.rank, manifest.world_size)
-            home = self._publish_one(manifest, [old])
-            layouts = {
-                # The home, which is read anyway, stands for its own group.
-                self._publish_one(manifest, [old] if old in ranks else ranks): len(ranks)
-                for ranks in holders_of(manifest.shards).values()
-            }
-        return RestoreReply(
-            self.point,
-            payload_bytes=manifest.shards[message.rank].payload_bytes if same else 0,
-            world_size=manifest.world_size,
-            rank_layout=self._publish_rank_layout(manifest, message.rank) if same else None,
-            home=home,
-            layouts=layouts,
-            passed_over=self._folder.choice.passed_over[:_SHOWN],
-        )
+        choice = self._folder.choice
+        manifest = choice.manifest
+
+        async def publish(ranks: Sequence[Rank]) -> Digest:
+            return self._publish_one(manifest, ranks)
+
+        is_own = manifest.world_size == self._world_size
+        reply = run_blocking(restore_reply(message, self.point, manifest, is_own, publish))
+        return replace(reply, passed_over=choice.passed_over[:_SHOWN])
 
     def fill(self, message: Fill) -> Filled | ShardFile:
         """Put the rank's payload into one of the offered slots, or return the file to read it from.
@@ -209,50 +192,41 @@ class FolderRestore:
         """
         if self._folder.choice is None:
             raise RefusedError(Refusal.NOT_FOUND, "there is nothing to restore in this round")
-        manifest = self._folder.choice.manifest
+        manifest, rank = self._folder.choice.manifest, message.rank
         if message.layout is not None:
-            return self._fill_resharded(message, manifest, message.layout)
-        if manifest.world_size != self._world_size:
-            raise RefusedError(
-                Refusal.BAD_REQUEST,
-                (
-                    f"checkpoint {manifest.checkpoint} was saved by {manifest.world_size} ranks, "
-                    f"expected {self._world_size}: the request must name the layout that it needs"
-                ),
-            )
-        ref = manifest.ref(message.rank)
-        size = manifest.shards[message.rank].payload_bytes
-        self._fetcher.fetch(ref)
-        named = [name for name in message.slots if self._names(name, ref, size)]
-        if message.reads_files:
-            path = str(self._tier.shard_path(ref))
-            return ShardFile(path, ref, self._tier_name, named[0] if named else None)
-        for name in named:
-            if self._holds(name, ref, size):
+            wanted = parse_rank_layout(self._layouts.read(message.layout))
+            if wanted.rank != rank:
+                raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
+            size = wanted.payload_bytes
+        else:
+            wanted = None
+            if manifest.world_size != self._world_size:
+                raise RefusedError(
+                    Refusal.BAD_REQUEST,
+                    (
+                        f"checkpoint {manifest.checkpoint} was saved by {manifest.world_size} ranks, "
+                        f"expected {self._world_size}: the request must name the layout that it needs"
+                    ),
+                )
+            ref, size = manifest.ref(rank), manifest.shards[rank].payload_bytes
+            self._fetcher.fetch(ref)
+            kept = partial(kept_slot, message.slots, ref, size, self._folder.open_slot, _is_free)
+            if message.reads_files:
+                path = str(self._tier.shard_path(ref))
+                return ShardFile(path, ref, self._tier_name, kept())
+            if (name := kept(self._tier)) is not None:
                 return Filled(name, size, TierName.MEMORY)
-        places = FolderPlaces(self._fetcher, manifest)
         with closing(self._fitting(message.slots, size)) as slot:
-            header = begin_shard(slot, ref, size)
-            run_blocking(Reader(places, slot).read_span(message.rank, ByteRange(0, size)))
-            slot.write_header(header)
+            reader = Reader(FolderPlaces(self._fetcher, manifest), slot)
+            run_blocking(reader.fill(slot, rank, wanted, self._world_size))
+        if wanted is not None:
+            read = reader.read_bytes.total()
+            logger.info("rank %d: read %d bytes for a payload of %d", rank, read, size)
         return Filled(slot.name, size, self._tier_name)
 
     @property
     def _tier_name(self) -> TierName:
         return TierName.OBJECT if self._fetcher.has_read_store else TierName.NODE
-
-    def _fill_resharded(self, message: Fill, manifest: Manifest, layout: Digest) -> Filled:
-        wanted = parse_rank_layout(self._layouts.read(layout))
-        if wanted.rank != message.rank:
-            raise FormatError(f"fill of rank {message.rank}: the layout is of rank {wanted.rank}")
-        with closing(self._fitting(message.slots, wanted.payload_bytes)) as slot:
-            read = assemble_payload(
-                FolderPlaces(self._fetcher, manifest), wanted, self._world_size, slot
-            )
-        logger.info(
-            "rank %d: read %d bytes for a payload of %d", wanted.rank, read, wanted.payload_bytes
-        )
-        return Filled(slot.name, wanted.payload_bytes, self._tier_name)
 
     def _publish_one(self, manifest: Manifest, ranks: Sequence[Rank]) -> Digest:
         """Publish the layout of the first of these ranks that is good.
@@ -261,23 +235,15 @@ class FolderRestore:
         """
         for rank in ranks[:-1]:
             try:
-                return self._publish_layout(manifest, rank)
+                return self._publish(manifest, rank)
             except (NotFoundError, CorruptionError) as error:
                 logger.warning("the layout of rank %d: %s", rank, error)
-        return self._publish_layout(manifest, ranks[-1])
+        return self._publish(manifest, ranks[-1])
 
-    def _publish_layout(self, manifest: Manifest, rank: Rank) -> Digest:
+    def _publish(self, manifest: Manifest, rank: Rank) -> Digest:
         digest = manifest.shards[rank].layout
         self._layouts.ensure(self._fetcher.layout(manifest.ref(rank), digest), digest)
         return digest
-
-    def _publish_rank_layout(self, manifest: Manifest, rank: Rank) -> Digest | None:
-        try:
-            return self._publish_layout(manifest, rank)
-        except (NotFoundError, CorruptionError) as error:
-            # The rank can do without it: it fetches its shard as saved and compares shapes as it loads.
-            logger.warning("the layout of %s: %s", manifest.ref(rank), error)
-            return None
 
     def _fitting(self, names: Sequence[str], payload_bytes: int) -> SlotFile:
         """Open the first offered slot that is large enough. Raises CapacityError without such a slot."""
@@ -288,35 +254,6 @@ class FolderRestore:
 
         return self._folder.open_slot(first_fitting(names, payload_bytes, capacity_of))
 
-    def _names(self, name: str, ref: ShardRef, payload_bytes: int) -> bool:
-        """Return whether the slot is FREE and its header names this shard. The payload is not verified."""
-        with closing(self._folder.open_slot(name)) as slot:
-            try:
-                header = slot.header()
-            except FormatError:
-                return False
-            return header.state is SlotState.FREE and names_shard(header, ref, payload_bytes)
 
-    def _holds(self, name: str, ref: ShardRef, payload_bytes: int) -> bool:
-        """Return whether the slot's payload is this shard, verified."""
-        with closing(self._folder.open_slot(name)) as slot:
-            try:
-                return slot_holds(slot, self._tier, ref, payload_bytes)
-            except FormatError:
-                return False  # the file is shorter than its header says
-
-
-def assemble_payload(
-    places: FolderPlaces, wanted: RankLayout, world_size: int, slot: SlotFile
-) -> int:
-    """Assemble the payload of the layout `wanted` in the slot. Return the number of bytes read.
-
-    Raises:
-        FormatError: `wanted` is not a valid layout of a payload.
-        StateMismatchError, NotFoundError, UnavailableError: See `Reader.read`.
-    """
-    free = begin_assembly(slot, wanted)
-    reader = Reader(places, slot)
-    run_blocking(reader.read(wanted, world_size))
-    slot.write_header(free)
-    return reader.read_bytes.total()
+def _is_free(slot: SlotFile) -> bool:
+    return slot.header().state is SlotState.FREE
