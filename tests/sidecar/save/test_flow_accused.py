@@ -17,10 +17,10 @@ from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.sidecar.waiting import until
 
 from holdfast_core.ids import ShardRef, TierName, Worker
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Failure, Refusal, Refused
 from holdfast_core.node.shard_file import DiskShardReader
 from holdfast_sidecar.save.flow import own_shard
-from holdfast_sidecar.wire.client import raise_refused
 
 SIZE = 1 << 20
 CORRUPTIONS = f'holdfast_corruptions_detected_total{{tier="{TierName.NODE}"}} 1.0'

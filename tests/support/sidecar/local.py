@@ -16,6 +16,7 @@ from holdfast_core.ids import (
     JobUid,
     RestartRound,
 )
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     DeadRank,
@@ -30,7 +31,6 @@ from holdfast_core.messages.schema import (
     StoreAddress,
 )
 from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
-from holdfast_sidecar.wire.client import raise_refused
 
 
 class LocalClient:

@@ -16,6 +16,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Inventory,
@@ -27,7 +28,6 @@ from holdfast_core.messages.schema import (
     Seal,
 )
 from holdfast_core.net import peer_dns_name
-from holdfast_sidecar.wire.client import raise_refused
 
 T = TypeVar("T")
 

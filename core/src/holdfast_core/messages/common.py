@@ -1,4 +1,4 @@
-"""Parts that messages of several transports carry, and the refusal that an error of a handler becomes."""
+"""Parts that messages of several transports carry, and the refusals that errors become, and back."""
 
 from __future__ import annotations
 
@@ -290,3 +290,22 @@ def refusal_of(error: BaseException) -> Refusal:
         case FormatError() | StateMismatchError():
             return Refusal.BAD_REQUEST
     return Refusal.BUSY
+
+
+def raise_refused(refused: Refused | None) -> None:
+    """Raise the error that the code of a refusal stands for. Do nothing without a refusal.
+
+    Raises:
+        StaleRoundError: For STALE_ROUND.
+        NotFoundError: For NOT_FOUND.
+        RefusedError: For all other codes.
+    """
+    match refused:
+        case None:
+            return
+        case Refused(Refusal.STALE_ROUND, message, round_, version):
+            raise StaleRoundError(message, own_round=round_, own_version=version)
+        case Refused(Refusal.NOT_FOUND, message):
+            raise NotFoundError(message)
+        case _:
+            raise RefusedError(refused.code, refused.message)

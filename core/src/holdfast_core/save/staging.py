@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from holdfast_core.clock import Clock
 from holdfast_core.errors import CapacityError, FormatError, HoldfastError, RefusedError
 from holdfast_core.ids import CheckpointId, Rank, Step
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import Refusal, Stage, StepOutcome
 from holdfast_core.pacing import BackgroundLimit
 from holdfast_core.save.place import (
@@ -359,8 +360,8 @@ class Stager:
             message: What the rank sent.
 
         Raises:
-            RefusedError: The round does not match or is sealed, the slot is owned (BUSY), or the step was
-                saved before with other bytes (CONFLICT).
+            StaleRoundError, RefusedError: The round does not match or is sealed, the slot is owned (BUSY), or
+                the step was saved before with other bytes (CONFLICT).
             FormatError: The slot is not of a rank of this pod, or its header contradicts the message.
             HoldfastError: The layout cannot be stored, the slot not opened, or its note not written.
         """
@@ -585,11 +586,9 @@ class Stager:
 def expect_of_round(state: SaveRound, message: Stage) -> SaveRound:
     """Return `state` if the message is of its round and of a rank of this pod.
 
-    Raises RefusedError, FormatError.
+    Raises StaleRoundError, RefusedError, FormatError.
     """
-    refused = state.refusal(message.round)
-    if refused is not None:
-        raise RefusedError(refused.code, refused.message)
+    raise_refused(state.refusal(message.round))
     if rank_of_slot(message.slot) != message.rank or message.rank not in state.own_ranks:
         raise FormatError(
             f"stage of rank {message.rank} in slot {message.slot!r}: the rank does not run in "

@@ -32,6 +32,7 @@ from holdfast_core.ids import (
     Step,
     TierName,
 )
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import (
     CoordinatorState,
     CopyRequest,
@@ -74,7 +75,7 @@ from holdfast_sidecar.upkeep.prune import (
     protected_steps,
 )
 from holdfast_sidecar.upkeep.scrub import Verifier
-from holdfast_sidecar.wire.client import Peers, raise_refused
+from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.following import Follower
 from holdfast_sidecar.wire.relaying import Relaying
 
@@ -428,9 +429,7 @@ class Control:
     async def coordinator_state(
         self, caller: Caller, since: int, timeout_seconds: float, quiet_seconds: float
     ) -> CoordinatorState:
-        refused = refuse_state(self.state, caller)
-        if refused is not None:
-            raise_refused(refused)
+        raise_refused(refuse_state(self.state, caller))
         return await self._components.role.require().state(
             since, timeout_seconds, quiet_seconds, acknowledges=caller.operator
         )
@@ -438,9 +437,7 @@ class Control:
     async def rendezvous(
         self, caller: Caller, round_: RestartRound, timeout_seconds: float
     ) -> StoreAddress:
-        refused = refuse_rendezvous(self.state, caller, round_)
-        if refused is not None:
-            raise_refused(refused)
+        raise_refused(refuse_rendezvous(self.state, caller, round_))
         return await self._components.starter.rendezvous(round_, timeout_seconds)
 
     async def plan(
@@ -451,9 +448,7 @@ class Control:
         since: int,
         timeout_seconds: float,
     ) -> Plan:
-        refused = refuse_plan(self.state, caller, round_)
-        if refused is not None:
-            raise_refused(refused)
+        raise_refused(refuse_plan(self.state, caller, round_))
         member = self.state.member_of_pod(caller.pod)
         assert member is not None
         role = self._components.role.coordinator
@@ -516,11 +511,7 @@ class Control:
         return Ok(self.state.round)
 
     def _check(self, caller: Caller, message: Any) -> None:
-        refused = refuse(self.state, caller, message)
-        if refused is not None:
-            raise_refused(refused)
+        raise_refused(refuse(self.state, caller, message))
 
     def _check_reader(self, caller: Caller) -> None:
-        refused = refuse_reader(self.state, caller)
-        if refused is not None:
-            raise_refused(refused)
+        raise_refused(refuse_reader(self.state, caller))

@@ -36,6 +36,7 @@ from holdfast_core import logs
 from holdfast_core.errors import AlreadyExistsError, NotFoundError, RefusedError
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import FinishCommit, Inventory, Refusal, Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing import BackgroundLimit
@@ -50,7 +51,6 @@ from holdfast_sidecar.process.inventory import Inventories
 from holdfast_sidecar.restore.rehydrate import Restored
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.upkeep.prune import delete_off_lineage, delete_orphans, protected_steps
-from holdfast_sidecar.wire.client import raise_refused
 
 DIED_STATUS = 70
 """Exit status of a sidecar that an unexpected exception ended (EX_SOFTWARE)."""
@@ -347,9 +347,7 @@ class Lifecycle:
             raise RefusedError(Refusal.CONFLICT, str(error)) from error
 
     def _check(self, caller: Caller, message: Seal | Round | FinishCommit) -> None:
-        refused = refuse(self._pod.state, caller, message)
-        if refused is not None:
-            raise_refused(refused)
+        raise_refused(refuse(self._pod.state, caller, message))
 
     async def _begin(self, message: Round) -> None:
         uid = self._pod.job_uid

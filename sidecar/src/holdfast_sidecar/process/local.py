@@ -7,6 +7,7 @@ from typing import Any
 from holdfast_core import logs
 from holdfast_core.errors import FormatError, RefusedError
 from holdfast_core.ids import Rank
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import (
     Fill,
     Finish,
@@ -110,9 +111,9 @@ class Local:
         """Reply once the gang's last step has reached its levels and the operator has recorded it.
 
         Raises:
-            RefusedError: The round is not, or no longer, the current one.
+            StaleRoundError, RefusedError: The round is not, or no longer, the current one.
         """
-        self._expect_round(message)
+        raise_refused(fence(self.state, message.round))
         # The ranks have exited, but their last Progress may still be unread on their own connections. It must
         # be in the state that reports `finished`, because the operator takes that state as the last one.
         if not await self._connections.ranks_ended(_LAST_MESSAGES_SECONDS):
@@ -120,7 +121,7 @@ class Local:
                 "a connection of a rank is still open although the rank has ended",
                 seconds=_LAST_MESSAGES_SECONDS,
             )
-        self._expect_round(message)
+        raise_refused(fence(self.state, message.round))
         self._components.gang.done = True
         self._background.remove_limit()
         self._components.changed()
@@ -128,11 +129,6 @@ class Local:
         if self.state.round != message.round:
             raise RefusedError(Refusal.STALE_ROUND, f"round {message.round} has been sealed")
         return Ok(message.round)
-
-    def _expect_round(self, message: Finish) -> None:
-        refused = fence(self.state, message.round)
-        if refused is not None:
-            raise RefusedError(refused.code, refused.message)
 
     # ------------------------------------------------------------------ pushes
 

@@ -22,6 +22,7 @@ from holdfast_core.errors import FormatError, NotFoundError, RefusedError, Unava
 from holdfast_core.format.keys import shard_key
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.ids import Digest, Rank, ShardRef, TierName
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import (
     Fill,
     Filled,
@@ -221,10 +222,11 @@ class Filler:
         return Filled(slot, size, tier)
 
     def _restored(self, state: RoundState, message: Restore | Fill) -> Restored:
-        """Return what the ranks restore from, if the request fits the round. Raises RefusedError."""
-        refused = fence(state, message.round)
-        if refused is not None:
-            raise RefusedError(refused.code, refused.message)
+        """Return what the ranks restore from, if the request fits the round.
+
+        Raises StaleRoundError, RefusedError.
+        """
+        raise_refused(fence(state, message.round))
         if message.rank not in state.own_ranks:
             raise RefusedError(Refusal.BAD_REQUEST, f"rank {message.rank} does not run in this pod")
         if self._rehydrator.restored is None:

@@ -17,13 +17,13 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.ids import Digest, ShardRef, Step, Worker, worker_of
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Refusal
 from holdfast_core.shards.file import Trailer
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import Caller, RoundState, fence
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.wire.bulk import BulkPeers, Members
-from holdfast_sidecar.wire.client import raise_refused
 
 _TABLES_SECONDS = 60.0
 """Time-out for fetching the chunk tables of all other ranks together, checked before each fetch. After
@@ -184,9 +184,7 @@ class IncomingCopies:
         """
         if request.shard in self._pruned:
             raise _was_pruned(request.shard)
-        refused = fence(self._pod.state, request.round)
-        if refused is not None:
-            raise_refused(refused)
+        raise_refused(fence(self._pod.state, request.round))
         self._pieces[request.shard] += 1
         self._all_pieces += 1
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import ShardRef
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import Member, Refusal
 from holdfast_core.peer.protocol import BulkOptions, Peer
 from holdfast_core.peer.server import BulkServer, shards_of
@@ -23,7 +24,7 @@ from holdfast_core.store.download.shard import Copied
 from holdfast_core.tiers.base import NodeTier, ShardSource
 from holdfast_sidecar.base.rounds import RoundState, refuse_reader
 from holdfast_sidecar.wire.bodies import ClosedConnections
-from holdfast_sidecar.wire.client import Peers, raise_refused
+from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.server import caller_of
 
 _OPTIONS = BulkOptions(attempts=2)
@@ -86,9 +87,7 @@ class BulkServing:
                     f"{self._contract.job_uid}"
                 ),
             )
-        refused = refuse_reader(self._current(), caller)
-        if refused is not None:
-            raise_refused(refused)
+        raise_refused(refuse_reader(self._current(), caller))
 
     def allows_plain(self) -> bool:
         return plain_copies(self._current())

@@ -27,18 +27,15 @@ from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
-    NotFoundError,
-    RefusedError,
-    StaleRoundError,
     UnavailableError,
 )
 from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Worker
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES, dumps, loads
+from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import (
     Member,
     Plan,
-    Refusal,
     Refused,
     WorkerReports,
 )
@@ -118,21 +115,6 @@ _CONNECT_SECONDS = 5.0
 
 Dispatch = Callable[[Caller, str, Any], Awaitable[Any]]
 """Handler of a message from (caller, path, message), which returns the reply or raises a HoldfastError."""
-
-
-def raise_refused(refused: Refused) -> None:
-    """Raise the error that the code of a refusal stands for.
-
-    Raises:
-        StaleRoundError: For STALE_ROUND.
-        NotFoundError: For NOT_FOUND.
-        RefusedError: For all other codes.
-    """
-    if refused.code is Refusal.STALE_ROUND:
-        raise StaleRoundError(refused.message, own_round=refused.round, own_version=refused.version)
-    if refused.code is Refusal.NOT_FOUND:
-        raise NotFoundError(refused.message)
-    raise RefusedError(refused.code, refused.message)
 
 
 class NotConnectedError(UnavailableError):

@@ -32,7 +32,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.canonical import PREFIX, parse_digest
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
 from holdfast_core.messages.codec import body_limit_bytes, dumps, loads
-from holdfast_core.messages.common import refusal_of
+from holdfast_core.messages.common import raise_refused, refusal_of
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Inventory,
@@ -43,7 +43,6 @@ from holdfast_core.messages.schema import (
 from holdfast_core.net import ListenerLimits, Port, dns_names, operator_dns_name
 from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_caller
 from holdfast_sidecar.wire.bodies import Bodies, BodyLimits, ClosedConnections, in_pieces
-from holdfast_sidecar.wire.client import raise_refused
 from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Route
 
 BUNDLE_SECONDS = 1.0

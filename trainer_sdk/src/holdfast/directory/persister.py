@@ -35,11 +35,10 @@ from holdfast_core.errors import (
     ConfigError,
     HoldfastError,
     RefusedError,
-    StaleRoundError,
     UnavailableError,
 )
 from holdfast_core.ids import RestartRound
-from holdfast_core.messages.common import refusal_of
+from holdfast_core.messages.common import raise_refused, refusal_of
 from holdfast_core.messages.schema import (
     Fill,
     Hello,
@@ -172,25 +171,22 @@ class DirectoryService:
             StaleRoundError: The request is of an older round.
             HoldfastError: The request cannot be served.
         """
+        if not isinstance(message, Restore | Fill | TakeStore | Stage):
+            raise RefusedError(
+                Refusal.BAD_REQUEST,
+                f"{type(message).__name__} is not a request that a folder serves",
+            )
+        raise_refused(self._saves.round.refusal(message.round))
         match message:
             case Restore():
-                self._fence(message.round)
                 return self._restores.restore(message)
             case Fill():
-                self._fence(message.round)
                 return self._restores.fill(message)
             case TakeStore():
-                self._fence(message.round)
                 return self._take_store()
             case Stage():
-                self._fence(message.round)
                 self._keep_restored()
                 return self._saves.stage(message, push)
-            case _:
-                raise RefusedError(
-                    Refusal.BAD_REQUEST,
-                    (f"{type(message).__name__} is not a request that a folder serves"),
-                )
 
     def progressed(self, message: Progress) -> None:
         """Record a finished step: writing slows down where it delays training steps."""
@@ -213,18 +209,6 @@ class DirectoryService:
         if self._options.leads and not self._is_restored:
             self._is_restored = True
             self._folder.keep_restored()
-
-    def _fence(self, round_: RestartRound) -> None:
-        if round_ < self.round:
-            raise StaleRoundError(
-                f"the request carries round {round_}, this folder is in round {self.round}",
-                own_round=self.round,
-            )
-        if round_ > self.round:
-            raise RefusedError(
-                Refusal.FUTURE_ROUND,
-                (f"round {round_} has not begun in this folder, which is in round {self.round}"),
-            )
 
 
 class Connection:

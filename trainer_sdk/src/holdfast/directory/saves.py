@@ -245,8 +245,8 @@ _POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class _FolderRound:
-    """The round of this run, which does not change while its persister lives. The service fences it."""
+class FolderRound:
+    """The round of this run, which does not change while its persister lives."""
 
     round: RestartRound
     own_ranks: range
@@ -254,6 +254,12 @@ class _FolderRound:
     waits_for_choice: bool = True
 
     def refusal(self, round_: RestartRound) -> Refused | None:
+        if round_ < self.round:
+            text = f"the request carries round {round_}, this folder is in round {self.round}"
+            return Refused(Refusal.STALE_ROUND, text, self.round)
+        if round_ > self.round:
+            text = f"round {round_} has not begun in this folder, which is in round {self.round}"
+            return Refused(Refusal.FUTURE_ROUND, text, self.round)
         return None
 
 
@@ -296,7 +302,7 @@ class FolderSaves:
         self._background = background
         self._commits = commits
         self._on_end = on_end
-        self._round = _FolderRound(folder.round, options.own_ranks, options.world_size)
+        self.round = FolderRound(folder.round, options.own_ranks, options.world_size)
         self._pools = SavePools(1)
         self._layouts = RankLayouts(options.layouts_dir, folder.tier, self._pools)
         place = SavePlace(
@@ -373,7 +379,7 @@ class FolderSaves:
     # ------------------------------------------------------------------ the loop
 
     async def _main(self) -> None:
-        self._stager.recover(self._round)
+        self._stager.recover(self.round)
         while True:
             await self._serve()
 
@@ -386,7 +392,7 @@ class FolderSaves:
         if not self._commits.is_empty:
             await self._pools.shard.run(self._commits.commit_complete)
         if self._stager.idle:
-            steps = [s for r in self._round.own_ranks for s in self._stager.waiting(Rank(r))]
+            steps = [s for r in self.round.own_ranks for s in self._stager.waiting(Rank(r))]
             self._stager.choose(min(steps, default=None))
 
     async def _written_out(self) -> None:
@@ -413,7 +419,7 @@ class FolderSaves:
         save = _save_of(message)
         self._unclaimed.pop(save, None)
         try:
-            await self._stager.stage(lambda: self._round, message)
+            await self._stager.stage(lambda: self.round, message)
         except (FormatError, NotFoundError, UnavailableError):
             # An earlier persister may have made the save durable and freed the slot, and was killed before
             # it reported the commit.
