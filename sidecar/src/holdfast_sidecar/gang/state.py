@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 from holdfast_core import logs
 from holdfast_core.errors import HoldfastError
@@ -172,9 +172,7 @@ class LocalGang:
             self.dead.setdefault(rank, DeadRank(rank, worker, KILLED, why))
 
 
-T = TypeVar("T")
-
-_LEVELS_KEPT = 16
+_STEPS_KEPT = 32
 
 
 class RankNotices:
@@ -186,14 +184,13 @@ class RankNotices:
         self._released = asyncio.Event()
         self._requested: Plan | None = None
         """What rank 0 is requested to do in this round."""
-        self._levels: dict[Step, StepOutcome] = {}
-        """The newest levels of this round."""
-        self._overtaken: dict[Step, StepOutcome] = {}
-        """The newest dropped steps of this round."""
+        self._outcomes: dict[Step, StepOutcome] = {}
+        """The newest level of each of the newest steps of this round, or that the step was dropped."""
 
     def level(self, reached: StepOutcome) -> None:
-        """Notify the ranks of a step's level."""
-        _remember(self._levels, reached.step, reached)
+        """Notify the ranks of a step's level, or why it does not reach one."""
+        self._outcomes[reached.step] = reached
+        _shorten(self._outcomes, _STEPS_KEPT)
         for connection in self._ranks():
             self._push(connection, reached)
 
@@ -203,19 +200,12 @@ class RankNotices:
 
     def dropped(self, steps: tuple[Step, ...]) -> None:
         """Notify the ranks of pruned steps that have not reached level local. They never will."""
+        text = "a newer step replaced it before it was on the node tiers"
         for step in steps:
-            if step in self._levels:
-                continue
-            failed = StepOutcome(
-                step,
-                self._current().round,
-                Level.LOCAL,
-                OVERTAKEN,
-                "a newer step replaced it before it was on the node tiers",
-            )
-            _remember(self._overtaken, step, failed)
-            for connection in self._ranks():
-                connection.push(failed)
+            known = self._outcomes.get(step)
+            if known is None or known.failed:  # a rank may have saved it again
+                round_ = self._current().round
+                self.level(StepOutcome(step, round_, Level.LOCAL, OVERTAKEN, text))
 
     def request(self, wanted: Plan) -> None:
         """Send what a plan requests to rank 0. It is kept for a rank 0 that connects later.
@@ -228,10 +218,8 @@ class RankNotices:
 
     def repeat(self, connection: LocalConnection) -> None:
         """Send the newest notices to a rank that has connected again."""
-        for reached in self._levels.values():
-            self._push(connection, reached)
-        for failed in self._overtaken.values():
-            connection.push(failed)
+        for outcome in self._outcomes.values():
+            self._push(connection, outcome)
         if connection.rank == 0 and self._requested is not None:
             connection.push(self._requested)
 
@@ -244,19 +232,18 @@ class RankNotices:
         released, self._released = self._released, asyncio.Event()
         released.set()
         self._requested = None
-        self._levels = {}
-        self._overtaken = {}
+        self._outcomes = {}
 
-    def _push(self, connection: LocalConnection, reached: StepOutcome) -> None:
-        """Push a level, and for a committed step of a job without a store that it is never persisted.
+    def _push(self, connection: LocalConnection, outcome: StepOutcome) -> None:
+        """Push an outcome, and for a committed step of a job without a store that it is never persisted.
 
         A wait for that level would otherwise never end.
         """
-        connection.push(reached)
+        connection.push(outcome)
         accepted = self._current().accepted
-        if accepted is not None and not accepted.policy.has_object_tier:
+        if accepted is not None and not (accepted.policy.has_object_tier or outcome.failed):
             text = "the job has no object store; set spec.checkpoint.object"
-            step, round_ = reached.step, reached.round
+            step, round_ = outcome.step, outcome.round
             connection.push(StepOutcome(step, round_, Level.PERSISTED, NO_OBJECT_TIER, text))
 
     def _ranks(self) -> list[LocalConnection]:
@@ -264,13 +251,7 @@ class RankNotices:
         return [ranks[Rank(r)] for r in self._current().own_ranks if Rank(r) in ranks]
 
 
-def _remember(kept: dict[Step, T], step: Step, message: T) -> None:
-    kept[step] = message
-    while len(kept) > _LEVELS_KEPT:
-        del kept[min(kept)]
-
-
-def _shorten(by_step: dict[Step, dict[str, float]], longest: int) -> None:
+def _shorten(by_step: dict[Step, Any], longest: int) -> None:
     while len(by_step) > longest:
         del by_step[min(by_step)]
 
