@@ -27,9 +27,10 @@ from holdfast_core.shards.file import CHUNK_BYTES, ShardHeader, ShardRecord, Tra
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 from holdfast_core.store.directory import DirectoryObjectStore
 from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tasks import Backoff
 from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
-from holdfast_sidecar.base.pod import Backoff, Patience
+from holdfast_sidecar.base.pod import Patience
 from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.base.tiers import Pools, Tiers
 from holdfast_sidecar.restore.fetch import PodPlaces

@@ -22,6 +22,7 @@ A `with` block ends an object that is `Closing`.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -169,6 +170,27 @@ class Signal(Generic[P]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for subscriber in self._subscribers:
             subscriber(*args, **kwargs)
+
+
+class Backoff:
+    """Back-off of one repeated action. The bound of the pauses doubles up to `last_seconds`.
+
+    The pauses have jitter, so that a gang does not retry in step.
+    """
+
+    def __init__(self, first_seconds: float, last_seconds: float) -> None:
+        self._first = first_seconds
+        self._last = last_seconds
+        self._next = first_seconds
+
+    def next_seconds(self) -> float:
+        """Return the next pause: a random time between half of the bound and the bound."""
+        bound = self._next
+        self._next = min(bound * 2, self._last)
+        return bound * (0.5 + random.random() / 2)
+
+    def reset(self) -> None:
+        self._next = self._first
 
 
 class Closing(Protocol):

@@ -118,51 +118,51 @@ def quarantined(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_a_payload_is_assembled_from_the_parts_of_several_ranks(tmp_path: Path, rank: int) -> None:
-    tier, manifest = saved(tmp_path)
+    _, manifest = saved(tmp_path)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [3], rank)
     slot = slot_in(tmp_path, rank, wanted.payload_bytes)
-    read = assemble(ShardFetcher(tier), manifest, wanted, slot)
+    read = assemble(ShardFetcher(folder_of(tmp_path)), manifest, wanted, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(rank))
     assert read <= 1.2 * wanted.payload_bytes
     slot.close()
 
 
 def test_a_bad_shard_is_quarantined_and_its_copy_read(tmp_path: Path) -> None:
-    tier, manifest = saved(tmp_path)
+    _, manifest = saved(tmp_path)
     damage(tmp_path, 1)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble(ShardFetcher(tier), manifest, wanted, slot)
+    assemble(ShardFetcher(folder_of(tmp_path)), manifest, wanted, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]
     slot.close()
 
 
 def test_the_content_of_a_missing_shard_is_read_from_another(tmp_path: Path) -> None:
-    tier, manifest = saved(tmp_path)
+    _, manifest = saved(tmp_path)
     (path,) = tmp_path.rglob("rank000001-*.shard")
     path.unlink()
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    assemble(ShardFetcher(tier), manifest, wanted, slot)
+    assemble(ShardFetcher(folder_of(tmp_path)), manifest, wanted, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     slot.close()
 
 
 def test_an_error_names_both_bad_copies(tmp_path: Path) -> None:
-    tier, manifest = saved(tmp_path)
+    _, manifest = saved(tmp_path)
     damage(tmp_path, 1)
     damage(tmp_path, 3)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     with pytest.raises(NotFoundError, match=r"(?s)CRC32C.*CRC32C.*w: 131072 of 262144 elements"):
-        assemble(ShardFetcher(tier), manifest, wanted, slot)
+        assemble(ShardFetcher(folder_of(tmp_path)), manifest, wanted, slot)
     assert quarantined(tmp_path) == ["rank000001", "rank000003"]
     slot.close()
 
 
 def test_a_shard_that_does_not_match_the_manifest_is_not_read(tmp_path: Path) -> None:
-    tier, manifest = saved(tmp_path)
+    _, manifest = saved(tmp_path)
     shards = [
         msgspec.structs.replace(shard, chunk_table=digest_of(b"another"))
         if shard.rank == 1
@@ -172,18 +172,18 @@ def test_a_shard_that_does_not_match_the_manifest_is_not_read(tmp_path: Path) ->
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     other = msgspec.structs.replace(manifest, shards=tuple(shards))
-    assemble(ShardFetcher(tier), other, wanted, slot)
+    assemble(ShardFetcher(folder_of(tmp_path)), other, wanted, slot)
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
     assert quarantined(tmp_path) == ["rank000001"]
     slot.close()
 
 
 def test_a_tensor_that_was_never_saved_quarantines_nothing(tmp_path: Path) -> None:
-    tier, manifest = saved(tmp_path)
+    _, manifest = saved(tmp_path)
     wanted = layout_of({"v": Tensor("F32", (2, 2))}, [1], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
     with pytest.raises(StateMismatchError, match=r"v: expected F32 \[2, 2\], found nothing"):
-        assemble(ShardFetcher(tier), manifest, wanted, slot)
+        assemble(ShardFetcher(folder_of(tmp_path)), manifest, wanted, slot)
     assert quarantined(tmp_path) == []
     slot.close()
 
@@ -243,7 +243,7 @@ def stored(tmp_path: Path) -> Iterator[BreakingStore]:
     store.tier.close()
 
 
-def folder_of(root: Path, store: FolderStore) -> OpenFolder:
+def folder_of(root: Path, store: FolderStore | None = None) -> OpenFolder:
     options = ServiceOptions(
         root,
         root / "slots",
@@ -265,7 +265,7 @@ def test_a_store_that_stops_to_answer_during_a_read_is_waited_for(
     folder = folder_of(tmp_path, stored)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    fetcher = ShardFetcher(folder.tier, folder)
+    fetcher = ShardFetcher(folder)
     assemble(fetcher, manifest, wanted, slot)
     assert fetcher.has_read_store
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
@@ -284,7 +284,7 @@ def test_damaged_shards_of_the_folder_are_read_from_its_store(
         damage(tmp_path / "tier", rank)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    fetcher = ShardFetcher(folder.tier, folder)
+    fetcher = ShardFetcher(folder)
     assemble(fetcher, manifest, wanted, slot)
     assert fetcher.has_read_store
     assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))

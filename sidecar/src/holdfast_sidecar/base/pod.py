@@ -1,38 +1,17 @@
-"""The pod of this sidecar: its settings, its clock, the round that it is in, and pauses between retries.
-
-Pauses grow exponentially and have jitter, so that a gang does not retry in step.
-"""
+"""The pod of this sidecar: its settings, its clock, the round that it is in, and pauses between retries."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import dataclass
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
 from holdfast_core.ids import JobUid, RestartRound
 from holdfast_core.messages.schema import RestorePoint
+from holdfast_core.tasks import Backoff
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
-
-
-class Backoff:
-    """Back-off of one repeated action. The bound of the pauses doubles up to `last_seconds`."""
-
-    def __init__(self, first_seconds: float, last_seconds: float) -> None:
-        self._first = first_seconds
-        self._last = last_seconds
-        self._next = first_seconds
-
-    def next_seconds(self) -> float:
-        """Return the next pause: a random time between half of the bound and the bound."""
-        bound = self._next
-        self._next = min(bound * 2, self._last)
-        return bound * (0.5 + random.random() / 2)
-
-    def reset(self) -> None:
-        self._next = self._first
 
 
 class Patience:

@@ -30,7 +30,7 @@ from holdfast_core.messages.schema import (
 from holdfast_core.store.commit import commit, references_beside
 from holdfast_core.store.rules import UploadQueue, merged
 from holdfast_core.store.tier import ObjectTier
-from holdfast_sidecar.base.pod import Backoff
+from holdfast_core.tasks import Backoff
 from holdfast_sidecar.base.telemetry import Failures
 from holdfast_sidecar.base.tiers import Pools
 from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry

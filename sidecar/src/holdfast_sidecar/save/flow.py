@@ -45,8 +45,8 @@ from holdfast_core.messages.schema import (
 from holdfast_core.save.place import RankLayouts
 from holdfast_core.shards.file import ShardRecord
 from holdfast_core.store.commit import ShardUploader
-from holdfast_core.tasks import Signal, Tasks
-from holdfast_sidecar.base.pod import Backoff, Pod
+from holdfast_core.tasks import Backoff, Signal, Tasks
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.telemetry import Telemetry
 from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.incoming import OtherTables

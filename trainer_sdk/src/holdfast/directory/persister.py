@@ -122,10 +122,6 @@ class DirectoryService:
         return cls(options, folder, saves, background, uploads)
 
     @property
-    def current_round(self) -> RestartRound:
-        return self.round
-
-    @property
     def restore_point(self) -> RestorePoint:
         return self._restores.point
 
@@ -290,7 +286,7 @@ class Connection:
             return self._refused(error)
 
     def _refused(self, error: BaseException) -> Refused:
-        return Refused(refusal_of(error), describe(error), self._service().current_round)
+        return Refused(refusal_of(error), describe(error), self._service().round)
 
 
 _NICENESS = 10

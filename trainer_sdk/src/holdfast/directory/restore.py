@@ -31,7 +31,6 @@ from holdfast_core.messages.schema import (
     RestoreReply,
     ShardFile,
 )
-from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reading import Reader, ShardPlace, restore_reply, run_blocking
 from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_core.shm.slot_file import (
@@ -53,17 +52,14 @@ class ShardFetcher:
 
     A call waits while the store does not answer.
 
-    Args:
-        tier: The folder's tier.
-        folder: The folder, with its store. None: nothing is read from a store.
     """
 
-    def __init__(self, tier: DiskNodeTier, folder: OpenFolder | None = None) -> None:
-        self.tier = tier
+    def __init__(self, folder: OpenFolder) -> None:
+        self.tier = folder.tier
         self.has_read_store = False
         """Whether a shard, or a part of one, was read from the store."""
         self._folder = folder
-        self.store = None if folder is None else folder.store
+        self.store = folder.store
 
     def fetch(self, ref: ShardRef) -> None:
         """Make sure that the folder has the shard.
@@ -75,7 +71,7 @@ class ShardFetcher:
             RefusedError: The folder cannot be written.
         """
         store, folder = self.store, self._folder
-        if store is None or folder is None or has_shard(self.tier, ref):
+        if store is None or has_shard(self.tier, ref):
             return
         if folder.options.read_only:
             raise RefusedError(
@@ -100,7 +96,7 @@ class ShardFetcher:
         try:
             return self.tier.get_layout(digest)
         except (NotFoundError, CorruptionError):
-            if store is None or folder is None:
+            if store is None:
                 raise
         document: bytes = store.patiently(
             f"it has the layout of rank {ref.rank} of step {ref.step}, which this run restores",
@@ -160,7 +156,7 @@ class FolderRestore:
         self._tier = folder.tier
         self._world_size = folder.options.world_size
         self._layouts = layouts
-        self._fetcher = ShardFetcher(folder.tier, folder)
+        self._fetcher = ShardFetcher(folder)
 
     @property
     def point(self) -> RestorePoint:

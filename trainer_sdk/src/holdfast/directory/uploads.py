@@ -51,6 +51,7 @@ from holdfast_core.store.commit import commit, references_beside
 from holdfast_core.store.open import TakenError
 from holdfast_core.store.rules import QUIET, STALE_UPLOADS, merged
 from holdfast_core.store.tier import ObjectTier
+from holdfast_core.tasks import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class FolderUploads:
         self._is_woken = False
         """Whether there is something to do that the thread has not seen."""
         self._closing = False
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._backoff = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
         self._logged = ""
         self._sweep_at = 0.0
         self._thread = threading.Thread(target=self._run, name="holdfast-upload", daemon=True)
@@ -232,14 +233,13 @@ class FolderUploads:
         if str(error) != self._logged and not self._closing:
             self._logged = str(error)
             logger.warning("uploads to %s fail and are tried again: %s", self._store.url, error)
-        pause = self._pause_seconds
-        self._pause_seconds = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        return pause
+        return self._backoff.next_seconds()
 
     def _worked(self) -> None:
         if self._logged:
             logger.warning("uploads to %s continue", self._store.url)
-        self._logged, self._pause_seconds = "", _FIRST_PAUSE_SECONDS
+        self._logged = ""
+        self._backoff.reset()
 
     def _is_done(self) -> bool:
         if self._plan.over or not self._is_training:
