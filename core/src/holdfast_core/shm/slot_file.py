@@ -379,7 +379,7 @@ def kept_slot(
                 ):
                     return name
         except (FormatError, TierError) as error:
-            _LOG.info("slot %s cannot be used: %s", name, error)
+            _LOG.warning("slot %s cannot be used: %s", name, error)
     return None
 
 
