@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from tests.support.sidecar.rounds import round_message
 from tests.support.tiers.faulty import Fault, Faults, Faulty
 
 from holdfast_core.errors import StaleRoundError, TierError
+from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import RestorePoint, Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shm.shared_files import LayoutFiles
 from holdfast_sidecar.base.rounds import OPERATOR
 
 
@@ -51,6 +54,26 @@ async def test_round_of_the_old_round_does_not_unseal_the_new_one(
     assert (state.round, state.accepted) == (5, None), "sealed for 5"
     assert slow.records.read_round() == (5, 0), "and durably so"
     assert world.rehydrations == []
+    world.pools.close()
+
+
+@pytest.mark.fault("A gang restarts again and again in its pods, each time with another structure")
+async def test_a_round_begins_without_the_layouts_of_the_one_before(
+    slow: SlowNode, tmp_path: Path
+) -> None:
+    """They are in the memory that the slots need. Those of a round that goes on are still needed."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    world, layouts = World(slow, shared), LayoutFiles(shared / "layouts")
+    slow.go_on.set()
+    await world.lifecycle.seal(OPERATOR, Seal(RestartRound(5)))
+    layouts.ensure(b"old", digest_of(b"old"))
+    await world.lifecycle.round(OPERATOR, round_message(5))
+    assert list(layouts.directory.iterdir()) == []
+    layouts.ensure(b"new", digest_of(b"new"))
+    world.current.state = replace(world.current.state, accepted=None, version_floor=1)
+    await world.lifecycle.round(OPERATOR, round_message(5, version=2))
+    assert layouts.read(digest_of(b"new")) == b"new"
     world.pools.close()
 
 

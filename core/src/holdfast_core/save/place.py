@@ -233,6 +233,10 @@ class RankLayouts:
         await self._pools.meta.run(self._files.ensure, document, digest)
         return digest
 
+    async def clear(self) -> None:
+        """Remove the layouts of the shared volume, which only ranks of an earlier round needed."""
+        await self._pools.meta.run(self._files.clear)
+
     def _store(self, digest: Digest, put: Callable[[bytes], object] | None = None) -> LayoutDigests:
         document = self._files.read(digest)
         digests = layout_digests(document)

@@ -277,6 +277,22 @@ class LayoutFiles:
             raise CorruptionError(f"layout {path}: the document's digest is {found}")
         return document
 
+    def remove(self, digest: Digest) -> None:
+        """Remove a document that no process will read any more. A failure only costs its room."""
+        self._written.discard(digest)
+        with suppress(OSError), opened_directory(self.directory) as directory:
+            remove(directory, _name(digest))
+
+    def clear(self) -> None:
+        """Remove all documents. A failure only costs their room."""
+        self._written.clear()
+        with suppress(OSError), opened_directory(self.directory) as directory:
+            with os.scandir(directory) as found:
+                names = [entry.name for entry in found]
+            for name in names:
+                with suppress(OSError):
+                    remove(directory, name)
+
     def _write(self, name: str, document: bytes) -> None:
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         with opened_directory(self.directory.parent) as above, suppress(FileExistsError):

@@ -299,6 +299,8 @@ class Lifecycle:
             if before is None:
                 logs.info("round begins", round=message.round, step=message.restore_point.step)
                 try:
+                    if not sealed.version_floor:  # else ranks of this round may run
+                        await self._saves.layouts.clear()
                     await self._begin(message)
                 except Exception:
                     # The operator repeats ROUND. A sidecar that held it already would begin nothing then.

@@ -43,7 +43,7 @@ from holdfast.state.tensors import uses_gpu
 from holdfast.training.inexact_data import inexact_data
 from holdfast.training.loop import Position
 from holdfast_core.errors import DeviceError, SaveFailedError, UnavailableError
-from holdfast_core.ids import Level, RestartRound, Step
+from holdfast_core.ids import Digest, Level, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.shared_files import LayoutFiles
 
@@ -66,6 +66,8 @@ class Saver:
         self._snapshots = snapshots
         self._plan: SavePlan | None = None
         self._copies: DeviceCopies | None = None
+        self._layout_of: dict[str, Digest] = {}
+        """The layout of the last save into each slot."""
 
     def prepare(self) -> None:
         """Wait for pending device copies, or start to use the process's device, if it has one by now.
@@ -148,6 +150,7 @@ class Saver:
             plan.layout_digest,
         )
         slot.begin(handle.round, handle.step, plan.payload_bytes)
+        self._use_layout(slot.name, plan.layout_digest)
         pending = None
         try:
             target = _target(slot, plan)
@@ -199,6 +202,15 @@ class Saver:
         if self._plan is None or not self._plan.fits(snapshot):
             self._plan = plan_save(snapshot, self._rank)
         return snapshot, self._plan
+
+    def _use_layout(self, slot: str, digest: Digest) -> None:
+        """Remove the layout of the save that was in the slot before, unless another slot has the same.
+
+        A state whose structure changes at each save would fill the shared memory with layouts.
+        """
+        before, self._layout_of[slot] = self._layout_of.get(slot), digest
+        if before is not None and before not in self._layout_of.values():
+            self._layouts.remove(before)
 
     def _start(
         self, copies: DeviceCopies, target: PayloadTarget, snapshot: Snapshot, slot: Slot
