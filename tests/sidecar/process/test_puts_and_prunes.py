@@ -15,9 +15,9 @@ from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.rounds import first_round
 from tests.support.sidecar.waiting import until
 
-from holdfast_core.errors import CapacityError
+from holdfast_core.errors import CapacityError, UnreadableError
 from holdfast_core.format.canonical import digest_of
-from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.messages.schema import Plan, RestorePoint
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.save.staging import Room
@@ -242,4 +242,37 @@ async def test_a_prune_deletes_nothing_after_a_seal(world: World) -> None:
     await asyncio.sleep(0)
     await world.pools.shard.run(len, ())
     assert len(world.node.list_shards()) == 1
+    await world.close()
+
+
+@pytest.mark.fault("A disk does not delete one file, for days")
+async def test_a_step_that_cannot_be_deleted_keeps_no_other_one(world: World) -> None:
+    """One search goes on for it, however many plans follow. The failure stays until it is deleted."""
+    steps = [Step(step) for step in range(1, 6)]
+    for step in steps:
+        world.node.write_shard(replace(HEADER, step=step), BytesSource(DATA))
+    delete = world.node.delete_shard
+    refuses = True
+
+    def refusing(ref: ShardRef) -> None:
+        if refuses and ref.step == steps[0]:
+            raise UnreadableError("EIO")
+        delete(ref)
+
+    world.node.delete_shard = refusing  # type: ignore[method-assign]
+    for count in range(1, 5):
+        world.pruner.take(Plan(HEADER.round, drop=tuple(steps[:count])))
+        left = 6 - count
+        await until(
+            lambda left=left: len(world.node.list_shards()) == left,  # type: ignore[misc]
+            "the others are deleted, without a pause",
+        )
+        await until(lambda: bool(world.failures.current), "the failure is reported")
+    for _ in range(5):
+        await world.go_on()
+        assert len(world.pruner._tasks) + len(world.pruner._retries) <= 2
+    refuses = False
+    await world.go_on()
+    await until(lambda: not world.failures.current, "the step is deleted")
+    assert [record.header.step for record in world.node.list_shards()] == [steps[-1]]
     await world.close()

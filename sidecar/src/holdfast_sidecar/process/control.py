@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +103,18 @@ class Pruner:
         self._notices = notices
         self._failures = failures
         self._tasks = Tasks()
+        """One task at most, which deletes."""
+        self._retries = Tasks()
+        """One task at most, which waits until the deletions are tried again."""
+        self._backoff = pod.backoff()
         self._taken: Plan | None = None
         """The last plan."""
+        self._to_prune: Plan | None = None
+        """The newest plan whose deletions are not done."""
         saves.stager.changed.subscribe(self._slots_changed)
 
     async def close(self) -> None:
+        await self._retries.cancel()
         await self._tasks.cancel()
 
     def take(self, wanted: Plan) -> None:
@@ -132,9 +139,9 @@ class Pruner:
         self._saves.stager.choose(message.write)
         if message.upload is not None:
             self._saves.flow.request_upload(message.upload)
-        kept = max((r.step for r in message.levels if r.level is not Level.LOCAL), default=None)
-        if message.drop or kept is not None:
-            self._tasks.spawn(self._until_done(lambda: self._prune(message, kept)), "prune")
+        if message.drop or any(r.level is not Level.LOCAL for r in message.levels):
+            self._to_prune = wanted
+            self._prune_soon()
 
     def _slots_changed(self) -> None:
         if self._again():
@@ -157,28 +164,44 @@ class Pruner:
         self._saves.flow.forget(steps)
         self._saves.stager.forget(frozenset(steps))
 
-    async def _until_done(self, prune: Callable[[], Awaitable[None]]) -> None:
-        """Repeat `prune` after each error of the disk, with back-off. What stays would fill the volume."""
-        backoff = self._pod.backoff()
-        while True:
+    def _prune_soon(self) -> None:
+        if not self._tasks:
+            self._tasks.spawn(self._prune_newest(), "prune")
+
+    async def _prune_newest(self) -> None:
+        """Delete what the newest plan drops, and try again later after an error of the disk.
+
+        What stays would fill the volume.
+        """
+        while (wanted := self._to_prune) is not None:
             try:
-                await prune()
+                await self._prune(wanted)
             except (HoldfastError, OSError) as error:
                 self._failures.note("pruning", TierName.NODE, error)
-                await self._pod.clock.sleep(backoff.next_seconds())
+                if self._to_prune is wanted:
+                    if not self._retries:
+                        self._retries.spawn(self._prune_later(), "pause")
+                    return
             else:
                 self._failures.healthy("pruning")
-                return
+                self._backoff.reset()
+                if self._to_prune is wanted:
+                    self._to_prune = None
 
-    async def _prune(self, message: Plan, kept: Step | None) -> None:
-        """Delete the steps that a plan drops, and orphans below `kept`, the newest replicated step in it.
+    async def _prune_later(self) -> None:
+        await self._pod.clock.sleep(self._backoff.next_seconds())
+        self._prune_soon()
+
+    async def _prune(self, plan: Plan) -> None:
+        """Delete the steps that a plan drops, and orphans below the newest replicated step in it.
 
         Nothing is deleted while sealed. What this round protects is never deleted.
         """
         accepted = self._pod.state.accepted
-        if accepted is None or accepted.round != message.round:
+        if accepted is None or accepted.round != plan.round:
             return
-        await self._delete(accepted, frozenset(message.drop))
+        await self._delete(accepted, frozenset(plan.drop))
+        kept = max((r.step for r in plan.levels if r.level is not Level.LOCAL), default=None)
         if kept is not None:
             await self._tiers.pools.shard.run(
                 delete_orphans,
@@ -196,10 +219,12 @@ class Pruner:
         going = steps - await self._protected(accepted, steps)
         if going and not self._is_over(accepted):
             self._copies.forget(going)
-            await self._tiers.pools.shard.run(
-                delete_steps, self._tiers.node, self._pod.job_uid, going
-            )
-            self._saves.stager.slot_writes.room.made()
+            try:
+                await self._tiers.pools.shard.run(
+                    delete_steps, self._tiers.node, self._pod.job_uid, going
+                )
+            finally:
+                self._saves.stager.slot_writes.room.made()
 
     async def _protected(self, accepted: Round, steps: frozenset[Step]) -> frozenset[Step]:
         """Return the steps that this round protects.

@@ -107,10 +107,19 @@ def _stored(node: NodeTier, job_uid: JobUid) -> frozenset[CheckpointId]:
 
 
 def _delete(node: NodeTier, job_uid: JobUid, checkpoints: Iterable[CheckpointId]) -> int:
-    """Delete checkpoints, and return their number."""
+    """Delete checkpoints, and return their number.
+
+    One that the disk does not delete keeps no other one. Its error is raised at the end.
+    """
     found = sorted(checkpoints)
+    failed: HoldfastError | OSError | None = None
     for checkpoint in found:
-        node.delete_checkpoint(job_uid, checkpoint)
+        try:
+            node.delete_checkpoint(job_uid, checkpoint)
+        except (HoldfastError, OSError) as error:
+            failed = error
+    if failed is not None:
+        raise failed
     return len(found)
 
 
