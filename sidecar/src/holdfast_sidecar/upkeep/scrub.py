@@ -68,6 +68,7 @@ class Verifier:
 
 
 _SUBJECT = "scrub"
+_REPLACING = "replacing bad copies"
 _LEAST_BYTES_PER_SECOND = 4 << 20
 _BUSY_POLL_SECONDS = 1.0
 
@@ -140,7 +141,9 @@ class Scrubber:
             try:
                 await self._replacer.replace_missing()
             except (HoldfastError, OSError) as error:
-                self._telemetry.failures.note(_SUBJECT, TierName.NODE, error)
+                self._telemetry.failures.note(_REPLACING, TierName.NODE, error)
+            else:
+                self._telemetry.failures.healthy(_REPLACING)
             started = self._pod.clock.monotonic()
             if started < next_pass:
                 continue
