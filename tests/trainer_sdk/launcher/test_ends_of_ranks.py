@@ -1,4 +1,4 @@
-"""The launcher waits a bounded time for ranks that it has killed."""
+"""Ends of ranks: a bounded wait for those that were killed, and commands that end by a closed pipe."""
 
 from __future__ import annotations
 
@@ -54,3 +54,25 @@ def test_a_rank_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         "holdfast run: rank 0 (process PID) has not ended 0.1 s after SIGKILL: the kernel does not return "
         "from a call to a file system or a device, which /proc/PID/stack names"
     )
+
+
+@pytest.mark.fault("A command of the training writes to a pipe whose reader has ended")
+def test_a_closed_pipe_ends_a_command() -> None:
+    """Python ignores SIGPIPE, and a shell whose parent ignored it cannot change that: the loop of
+    `while true; do echo y; done | head -1` would never end."""
+
+    async def ignored() -> int:
+        command = Command(CommandKind.EXEC, ("sh", "-c", "grep SigIgn /proc/self/status >&2"))
+        processes = Processes(command, (), LogFiles(LogOptions(), "run"))
+        processes.start()
+        try:
+            await processes.fork_ranks(RoundSettings(RankSettings(), 0, "run"))
+            (rank,) = processes.ranks
+            await rank.ended.wait()
+            return int(rank.tail.text().split()[1], 16)
+        finally:
+            await processes.close()
+
+    found = asyncio.run(asyncio.wait_for(ignored(), HANG_SECONDS))
+    by_python = (signal.SIGPIPE, signal.SIGXFSZ)
+    assert [number for number in by_python if found & 1 << (number - 1)] == []

@@ -219,6 +219,9 @@ def _reset_inherited_state() -> None:
 
 
 def _execute(argv: tuple[str, ...]) -> int:
+    # Python ignores these signals. A command that a closed pipe should end would go on without end.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(argv[0], argv)
     except FileNotFoundError:
