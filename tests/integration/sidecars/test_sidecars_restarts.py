@@ -91,6 +91,36 @@ async def test_a_shard_that_was_staged_when_the_sidecar_died_is_finished(gangs: 
         await until(lambda: rank.header(name).state is SlotState.FREE, "the slot is free")
 
 
+@pytest.mark.fault("A sidecar is killed while its ranks restore, and its peer is away meanwhile")
+async def test_a_rank_waits_for_a_sidecar_that_restarts_during_its_restore(gangs: Gangs) -> None:
+    """A refusal would end the rank, and its gang would begin another round that counts as a failure."""
+    async with gangs(2) as gang:
+        await gang.start()
+        saved = await gang.commit(1, Level.REPLICATED)
+        point = await gang.point(1)
+        for worker in range(2):
+            await gang.operator.seal(worker, 1)
+        await gang.begin(1, restore=point)
+        for worker in range(2):
+            gang.sidecars[worker].kill()
+            gang.launchers[worker].close()
+        for shard in gang.sidecars[1].node.rglob("rank000001-*.shard"):
+            shard.unlink()
+        await gang.relaunch(1)
+        rank = await gang.connect_rank(1, 1)
+        restored = asyncio.ensure_future(rank.restore())
+        await gang.launcher(1, last_round=1, running=1)
+        message = gang.operator.message(1, version=2, copies=gang.copies, restore=point)
+        await gang.operator.round(1, message)
+        await gang.relaunch(0)
+        assert not restored.done(), (
+            "its shard is at worker 0 alone, which does not know the round yet"
+        )
+        again = gang.operator.message(1, version=3, copies=gang.copies, restore=point)
+        await gang.operator.round_all(again)
+        assert (await restored)[1] == saved[1]
+
+
 async def test_the_coordinator_may_be_renamed_within_a_round(gangs: Gangs) -> None:
     """A higher version names worker 1, which then has a record of committed steps and commits new ones."""
     async with gangs(2) as gang:

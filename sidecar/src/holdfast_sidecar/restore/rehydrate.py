@@ -69,6 +69,8 @@ class Rehydrator:
         self._on_change = on_change
         self._tasks = Tasks()
         self._retry = asyncio.Event()
+        self._settled = asyncio.Event()
+        """Set when the restore point is here, or is no longer needed, and when the round ends."""
         self.restored: Restored | None = None
         """What the restore point consists of, once it is on this node."""
         self.seconds: float | None = None
@@ -82,6 +84,8 @@ class Rehydrator:
         self.restored = None
         self.seconds = None
         self.failures.clear()
+        settled, self._settled = self._settled, asyncio.Event()
+        settled.set()
 
     def begin(self, message: Round) -> None:
         """Start to bring the restore point here. Call it once a round."""
@@ -90,6 +94,13 @@ class Rehydrator:
     def retry_now(self) -> None:
         """Begin the next attempt without waiting for the back-off. Call it when members change."""
         self._retry.set()
+
+    async def settled(self) -> None:
+        """Wait while the restore point of this round is brought here.
+
+        Ranks run meanwhile only if the sidecar has restarted.
+        """
+        await self._settled.wait()
 
     async def layout(self, restored: Restored, rank: Rank) -> bytes:
         """Return the layout of a rank that saved the restore point.
@@ -122,6 +133,7 @@ class Rehydrator:
                 source_errors.failed("this node", error)
             if restored is not None:
                 self.restored = restored
+                self._settled.set()
                 self.failures.clear()
                 self.seconds = self._pod.clock.monotonic() - started
                 self._metrics.rehydrated(self.seconds)
@@ -132,6 +144,8 @@ class Rehydrator:
                 )
                 self._on_change()
                 return
+            if not is_needed:
+                self._settled.set()
             if (text := str(source_errors)) != logged:
                 logged = text
                 logs.warning(
