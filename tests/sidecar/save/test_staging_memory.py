@@ -19,6 +19,7 @@ from tests.support.sidecar.gated_stager import (
     running,
 )
 
+from holdfast_core.errors import RefusedError
 from holdfast_core.ids import Step
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 
@@ -91,6 +92,46 @@ async def test_a_step_that_is_pruned_while_it_is_written_does_not_stay_on_the_di
         assert await world.stager.settle(HANG_SECONDS)
         assert world.stored() == [2]
         assert [o.stage.step for o in world.outcomes] == [2]
+
+
+@pytest.mark.fault("A state grows, or a gang restarts, while a slow disk still writes its slots")
+async def test_a_new_file_is_taken_under_the_name_of_a_slot_that_is_written(tmp_path: Path) -> None:
+    """The rank creates larger slots under the names of those that it had. The save that followed failed,
+    also the last one of a training, although it would have waited for a free slot."""
+    async with running(tmp_path, 3) as world:
+        await world.save(0, 1)
+        for step in (2, 3):
+            world.create(0)
+            await world.save(0, step)
+        assert world.stager.waiting(RANK) == (2, 3)
+        world.create(0)
+        with pytest.raises(
+            RefusedError, match="being written"
+        ):  # else a trainer takes all descriptors
+            await world.save(0, 4)
+        world.stager.forget(frozenset({Step(2)}))
+        world.node.let(1)
+        await world.until(lambda: not world.stager.writes(RANK))
+        world.stager.choose(Step(3))
+        world.node.let(3)
+        await world.until(lambda: world.stored() == [1, 3])
+
+
+@pytest.mark.fault("A sidecar dies when a slot was replaced while it was written")
+async def test_the_newer_slot_of_a_name_is_recovered(tmp_path: Path) -> None:
+    async with running(tmp_path, 3) as world:
+        await world.save(0, 1)
+        world.create(0)
+        await world.save(0, 2)
+        world.node.let(1)
+        await world.until(lambda: not world.stager.writes(RANK))
+        assert world.slots()[0] is OWNED, "the end of the first write has not freed the other file"
+        world.stager.abandon()
+        world.life()
+        world.stager.choose(Step(2))
+        world.node.let(2)
+        await world.until(lambda: world.slots()[0] is FREE)
+        assert world.stored() == [1, 2]
 
 
 async def test_a_chosen_step_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> None:

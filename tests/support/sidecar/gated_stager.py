@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -68,10 +69,7 @@ class World:
         self.settings.layouts_dir.mkdir()
         (self.settings.layouts_dir / f"{hex_of(LAYOUT)}.json").write_bytes(_LAYOUT)
         for index in range(slots):
-            path = self.settings.slots_dir / slot_name(RANK, index)
-            path.write_bytes(SlotHeader(SlotState.FREE, RANK, CAPACITY).pack())
-            with path.open("r+b") as file:
-                file.truncate(HEADER_BYTES + CAPACITY)
+            self.create(index)
         self.node = GatedTier(root / "node")
         self.node.open()
         self.pools = Pools(disk=2, fetch=1, store=1)
@@ -84,6 +82,13 @@ class World:
         policy = replace(state.accepted.policy, slots=slots)
         self.state: RoundState = replace(state, accepted=replace(state.accepted, policy=policy))
         self.stager = self.life()
+
+    def create(self, index: int) -> None:
+        """Create the file of a slot, in place of an earlier one, as the rank does."""
+        path = self.settings.slots_dir / slot_name(RANK, index)
+        path.unlink(missing_ok=True)
+        path.write_bytes(SlotHeader(SlotState.FREE, RANK, CAPACITY).pack())
+        os.truncate(path, HEADER_BYTES + CAPACITY)
 
     def life(self) -> Stager:
         """Start another sidecar process over the same slots and the same disk, in the same round."""

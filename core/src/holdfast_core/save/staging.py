@@ -269,6 +269,11 @@ class _Round:
     """The step that was chosen to be written."""
 
 
+_MOST_OF_A_NAME = 3
+"""Files of one name that may be owned. A rank replaces the files of slots that are still written when its
+state has grown, and after a restart; a trainer that does so endlessly must not take all descriptors."""
+
+
 class Stager:
     """Owner of the slots from Stage until they are freed.
 
@@ -390,9 +395,8 @@ class Stager:
         slot = self._place.open_slot(message.slot)
         try:
             check_slot(slot.header(), message, *self._place.staged_states)
-            # A note names its slot by the name, so that it cannot name two files.
-            has_note = self._place.notes is not None and self.owns(message.slot)
-            if has_note or slot.identity in self._owned:
+            of_name = sum(o.stage.slot == message.slot for o in self._owned.values())
+            if slot.identity in self._owned or of_name >= _MOST_OF_A_NAME:
                 raise RefusedError(Refusal.BUSY, f"slot {message.slot} is being written")
             if self._place.notes is not None:
                 self._place.notes.write(SlotNote(message, state.world_size))
@@ -561,7 +565,8 @@ class Stager:
         name = owned.stage.slot
         self._owned.pop(owned.slot.identity, None)
         owned.freed.set()
-        if self._place.notes is not None:
+        # The note of a name is that of its newest file. No process could find an older one again.
+        if self._place.notes is not None and not self.owns(name):
             self._place.notes.remove(name)
         sys.audit("holdfast.memory.before_free")
         try:
