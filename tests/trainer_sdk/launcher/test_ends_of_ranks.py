@@ -1,4 +1,4 @@
-"""Ends of ranks: a bounded wait for those that were killed, and commands that end by a closed pipe."""
+"""Ends of ranks, of what they have started, and of commands whose pipe was closed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.hang import HANG_SECONDS
+from tests.support.sidecar.waiting import until
 
 from holdfast.base.settings import RankSettings
 from holdfast.launcher.options import Command, CommandKind, LogOptions
@@ -76,3 +77,30 @@ def test_a_closed_pipe_ends_a_command() -> None:
     found = asyncio.run(asyncio.wait_for(ignored(), HANG_SECONDS))
     by_python = (signal.SIGPIPE, signal.SIGXFSZ)
     assert [number for number in by_python if found & 1 << (number - 1)] == []
+
+
+@pytest.mark.fault("A gang restarts in its pods for months, and its ranks leave processes behind")
+def test_what_a_rank_has_started_is_no_zombie_after_its_end() -> None:
+    """The launcher is process 1 of its container, and gets the processes whose parents have ended. The pod
+    would reach its limit of processes."""
+
+    async def reaped() -> None:
+        program = "(sleep 600 & echo $! >&2); exec sleep 600"
+        command = Command(CommandKind.EXEC, ("sh", "-c", program))
+        processes = Processes(command, (), LogFiles(LogOptions(), "run"))
+        before = children()
+        processes.start()
+        (server,) = children() - before
+        try:
+            await processes.fork_ranks(RoundSettings(RankSettings(), 0, "run"))
+            (rank,) = processes.ranks
+            await until(rank.tail.text, "the rank names the process that it has started")
+            left = Path("/proc") / rank.tail.text()
+            fields = (left / "stat").read_text().rpartition(")")[2].split()
+            assert int(fields[1]) == server, "its parent"
+            await processes.end_ranks()
+            await until(lambda: not left.exists(), "the process is reaped")
+        finally:
+            await processes.close()
+
+    asyncio.run(asyncio.wait_for(reaped(), HANG_SECONDS))

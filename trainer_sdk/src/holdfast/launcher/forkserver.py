@@ -245,6 +245,7 @@ TORCH_MODULES = (
 """The first use of DDP() alone imports about 900 modules. This takes seconds, which a restart must avoid."""
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,13 +356,14 @@ class ForkServer:
         return False
 
     def _reap(self) -> None:
-        for pid, key in list(self._children.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done == 0:
-                continue
-            del self._children[pid]
-            kill_group(pid)  # also ends what the rank started, such as data loader workers
-            self._send(Reaped(key, os.waitstatus_to_exitcode(status)))
+        with contextlib.suppress(ChildProcessError):  # there are no more children
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                pid, status = ended
+                key = self._children.pop(pid, None)
+                if key is None:
+                    continue  # a child of a rank that has ended
+                kill_group(pid)  # also ends what the rank started, such as data loader workers
+                self._send(Reaped(key, os.waitstatus_to_exitcode(status)))
 
     def _send(self, message: Event) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -430,6 +432,9 @@ def main(argv: Sequence[str]) -> int:
     except (ImportError, ThreadsError) as error:
         launcher.sendall(encode(failed("", f"preload: {error}")))
         return 1
+    # Processes whose parents have ended come here and are reaped. In a container, the launcher would get
+    # them, and they would stay as zombies.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     launcher.sendall(encode(Ready()))
     server = ForkServer(launcher)
     task = server.serve()
