@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 import holdfast
 from holdfast.training.step_timing import (
     FEWEST_STEPS,
+    MOST_PASSES,
     MOST_PENDING,
     MOST_UNITS,
     WARM_UP_STEPS,
@@ -93,6 +96,37 @@ def test_all_passes_of_a_step_count() -> None:
     found = Rank().train(passes=3)
     assert found is not None
     assert (found.input_seconds, found.forward_seconds) == (2.0, 30.0)
+
+
+class KeptMarks:
+    """Counts the points in time that are kept, each of which is an event of a GPU."""
+
+    def __init__(self) -> None:
+        self.kept = weakref.WeakSet[Any]()
+
+    def take(self) -> Any:
+        mark = threading.Event()  # any object that may be referred to weakly
+        self.kept.add(mark)
+        return mark
+
+    def is_done(self, mark: Any) -> bool:
+        return True
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return 1.0
+
+
+@pytest.mark.fault("A script trains for hours and reports no step")
+def test_a_step_of_endless_passes_takes_no_memory_and_does_not_count() -> None:
+    model, marks = nn.Linear(3, 3), KeptMarks()
+    work = StepTiming(ManualClock().monotonic, marks)
+    work.watch({"model": model})
+    for _ in range(2):  # before and after the first step that is finished
+        for _ in range(2 * MOST_PASSES):
+            model(torch.ones(1, 3))
+            assert len(marks.kept) <= 2 * MOST_PASSES + 2
+        work.finished()
+    assert not marks.kept, "neither step counts"
 
 
 def test_evaluations_do_not_count() -> None:

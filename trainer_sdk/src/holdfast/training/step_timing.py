@@ -35,6 +35,9 @@ WARM_UP_STEPS = 3
 """First steps of a process that do not count: they compile and fill caches."""
 MOST_UNITS = 8
 """Number of modules of a model that are measured, at most. It bounds the cost in a model of many layers."""
+MOST_PASSES = 1024
+"""Number of forward passes of all measured modules in a step, at most. A longer step does not count: a script
+may train for hours between two saves, and report no steps in between."""
 MOST_PENDING = 4
 """Number of steps whose events the device has not reached yet. With more, steps are left out."""
 
@@ -193,7 +196,7 @@ class StepTiming:
 
     def begins(self, marks: Marks, module: Any) -> None:
         """Record the beginning of a forward pass, if it belongs to the training."""
-        if not self._counts(module):
+        if self._step.begun_at is None or not self._counts(module):
             return
         self.arrives(module)  # a script may call a part of the model only
         self._open[id(module)] = marks, marks.take()
@@ -206,6 +209,8 @@ class StepTiming:
         end = marks.take()
         if end is not None:
             self._step.passes.append((marks, start, end))
+        if len(self._step.passes) > MOST_PASSES:
+            self._step = _Step(None)
 
     def _counts(self, module: Any) -> bool:
         """Return whether a forward pass belongs to the training, not to an evaluation."""
