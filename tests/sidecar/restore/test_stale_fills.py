@@ -14,12 +14,12 @@ from tests.sidecar.reshard_world import NAMESPACE, WANTED, Gate, World, payload_
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.faulty import Fault, Faults
 
-from holdfast_core.errors import RefusedError
+from holdfast_core.errors import CapacityError, RefusedError
 from holdfast_core.format.canonical import digest_of, hex_of
 from holdfast_core.ids import Rank, RestartRound, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import Fill, Filled, RestorePoint
 from holdfast_core.save.place import RankLayouts
-from holdfast_core.shm.slot_file import HEADER_BYTES, SlotHeader, SlotState
+from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState
 from holdfast_core.tiers.base import ShardReader
 from holdfast_sidecar.base.telemetry import RestoreFailures
 from holdfast_sidecar.base.tiers import Pools, Tiers
@@ -79,6 +79,8 @@ class Pod:
         self.node = SlowNode(self.world)
         self.path = self.world.slot(root, self.world.layouts[1].payload_bytes)
         self.memory: dict[str, Any] = {}
+        self.owned = set[tuple[int, int]]()
+        """The files of this slot's name that the sidecar writes to its disk."""
         self.reported: list[str] = []
         self.failures: RestoreFailures = RestoreFailures(
             lambda: self.reported.append(self.failures.text)
@@ -97,7 +99,10 @@ class Pod:
     # -------------------------------------------------------------- as Stager and Rehydrator
 
     def owns(self, slot: str) -> bool:
-        return False
+        return bool(self.owned)
+
+    def owns_file(self, slot: SlotFile) -> bool:
+        return slot.identity in self.owned
 
     def namespace_of(self, point: RestorePoint) -> str:
         return NAMESPACE
@@ -310,6 +315,23 @@ async def test_a_slot_that_was_compared_too_long_is_not_freed_under_a_save(pod: 
         await old
     pools.close()
     assert pod.header().state is SlotState.FILLING
+
+
+@pytest.mark.fault("A gang restarts while a slow disk still writes the slots of the round before")
+async def test_a_fill_takes_the_new_file_of_a_slot_that_is_still_written(pod: Pod) -> None:
+    """The rank has created its slots anew. A refusal would end it, and each gang after it."""
+    pools = Pools(disk=2, fetch=2, store=1)
+    filler = pod.filler(pools)
+    written = SlotFile.open(pod.path.parent, pod.path.name)
+    pod.owned = {written.identity}
+    with pytest.raises(CapacityError, match="in use"):
+        await filler.fill(pod.state, pod.message(whole=True))
+    pod.path.unlink()
+    pod.world.slot(pod.path.parent, pod.world.layouts[1].payload_bytes)
+    filled = await filler.fill(pod.state, pod.message(whole=True))
+    assert pod.path.read_bytes()[HEADER_BYTES:][: filled.payload_bytes] == pod.payload(True)
+    written.close()
+    pools.close()
 
 
 @pytest.mark.fault("The copy on this node is damaged when it is put into a slot")

@@ -319,7 +319,12 @@ class Stager:
         return any(o.where is Where.WAITING for o in self._owned.values())
 
     def owns(self, slot: str) -> bool:
+        """Return whether a file that has, or had, the name of this slot is owned."""
         return any(o.stage.slot == slot for o in self._owned.values())
+
+    def owns_file(self, slot: SlotFile) -> bool:
+        """Return whether this file is owned. Other threads may call it, too."""
+        return slot.identity in self._owned
 
     def waiting(self, rank: Rank) -> tuple[Step, ...]:
         """Return the rank's steps of the current round that wait in slots, oldest first."""

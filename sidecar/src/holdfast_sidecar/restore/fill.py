@@ -294,7 +294,7 @@ class Filler:
 
         def take(slot: SlotFile) -> bool:
             with target.writing():
-                if not self._stager.owns(slot.name):
+                if not self._stager.owns_file(slot):
                     slot.set_state(SlotState.FREE)
             return True
 
@@ -317,9 +317,11 @@ class Filler:
         """
 
         def capacity_of(name: str) -> int | None:
-            if self._stager.owns(name):
+            slot = SlotFile.open(self._pod.settings.slots_dir, name)
+            if self._stager.owns_file(slot):
+                slot.close()
                 return None
-            target.take(SlotFile.open(self._pod.settings.slots_dir, name))
+            target.take(slot)
             return target.header().capacity_bytes
 
         return first_fitting(names, payload_bytes, capacity_of)
