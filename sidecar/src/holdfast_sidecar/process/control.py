@@ -103,18 +103,13 @@ class Pruner:
         self._notices = notices
         self._failures = failures
         self._tasks = Tasks()
-        """One task at most, which deletes."""
-        self._retries = Tasks()
-        """One task at most, which waits until the deletions are tried again."""
-        self._backoff = pod.backoff()
+        self._pruning: asyncio.Task[None] | None = None
+        """The deletions of the newest plan that has any."""
         self._taken: Plan | None = None
         """The last plan."""
-        self._to_prune: Plan | None = None
-        """The newest plan whose deletions are not done."""
         saves.stager.changed.subscribe(self._slots_changed)
 
     async def close(self) -> None:
-        await self._retries.cancel()
         await self._tasks.cancel()
 
     def take(self, wanted: Plan) -> None:
@@ -140,8 +135,10 @@ class Pruner:
         if message.upload is not None:
             self._saves.flow.request_upload(message.upload)
         if message.drop or any(r.level is not Level.LOCAL for r in message.levels):
-            self._to_prune = wanted
-            self._prune_soon()
+            # It names all that earlier plans drop, too. One task tries again what the disk does not delete.
+            if self._pruning is not None:
+                self._pruning.cancel()
+            self._pruning = self._tasks.spawn(self._until_pruned(wanted), "prune")
 
     def _slots_changed(self) -> None:
         if self._again():
@@ -164,33 +161,18 @@ class Pruner:
         self._saves.flow.forget(steps)
         self._saves.stager.forget(frozenset(steps))
 
-    def _prune_soon(self) -> None:
-        if not self._tasks:
-            self._tasks.spawn(self._prune_newest(), "prune")
-
-    async def _prune_newest(self) -> None:
-        """Delete what the newest plan drops, and try again later after an error of the disk.
-
-        What stays would fill the volume.
-        """
-        while (wanted := self._to_prune) is not None:
+    async def _until_pruned(self, plan: Plan) -> None:
+        """Repeat `_prune` after each error of the disk, with back-off. What stays would fill the volume."""
+        backoff = self._pod.backoff()
+        while True:
             try:
-                await self._prune(wanted)
+                await self._prune(plan)
             except (HoldfastError, OSError) as error:
                 self._failures.note("pruning", TierName.NODE, error)
-                if self._to_prune is wanted:
-                    if not self._retries:
-                        self._retries.spawn(self._prune_later(), "pause")
-                    return
+                await self._pod.clock.sleep(backoff.next_seconds())
             else:
                 self._failures.healthy("pruning")
-                self._backoff.reset()
-                if self._to_prune is wanted:
-                    self._to_prune = None
-
-    async def _prune_later(self) -> None:
-        await self._pod.clock.sleep(self._backoff.next_seconds())
-        self._prune_soon()
+                return
 
     async def _prune(self, plan: Plan) -> None:
         """Delete the steps that a plan drops, and orphans below the newest replicated step in it.

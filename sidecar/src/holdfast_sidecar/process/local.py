@@ -88,33 +88,27 @@ class Local:
     # ------------------------------------------------------------------ requests
 
     async def request(self, connection: LocalConnection, message: Any) -> Any:
+        if isinstance(message, Stage | Restore | Fill):
+            # After a restart, a refusal would lose the rank's last save, or end a rank that restores.
+            await self._components.current.unsealed(message.round)
+        if isinstance(message, Restore | Fill) and message.round == self.state.round:
+            await self._components.restores.rehydrator.settled()
         match message:
             case Stage():
-                # The rank trains on meanwhile. A refusal would lose its last save after a restart.
-                await self._components.current.unsealed(message.round)
                 await self._components.saves.stager.stage(self._components.current, message)
                 if message.rank == 0:
                     self._components.gang.saved.staged(message.step)
                 return Ok(message.round)
-            case Restore() | Fill():
-                # A refusal would end the rank, whose gang would begin another round.
-                await self._components.current.unsealed(message.round)
-                if message.round == self.state.round:
-                    await self._components.restores.rehydrator.settled()
-                return await self._serve_restore(message)
-            case Finish():
-                return await self._finish(message)
-            case _:
-                raise FormatError(f"{type(message).__name__} is not a request of this socket")
-
-    async def _serve_restore(self, message: Restore | Fill) -> Any:
-        match message:
             case Restore():
                 return await self._filler.restore(self.state, message)
             case Fill(reads_files=True):
                 return await self._filler.opened(self.state, message)
             case Fill():
                 return await self._filler.fill(self.state, message)
+            case Finish():
+                return await self._finish(message)
+            case _:
+                raise FormatError(f"{type(message).__name__} is not a request of this socket")
 
     async def _finish(self, message: Finish) -> Ok:
         """Reply once the gang's last step has reached its levels and the operator has recorded it.
