@@ -240,6 +240,31 @@ def test_a_store_that_is_away_when_the_gang_stops_costs_no_commit() -> None:
     assert before.isdisjoint(p.view.uid for p in life.cluster.pods.values())
 
 
+@pytest.mark.fault("The object store is away for long while a job is to be suspended")
+@pytest.mark.parametrize("before", [0, 12], ids=["at the request", "known before"])
+def test_a_gang_stops_for_a_suspension_only_while_its_store_answers(before: int) -> None:
+    """A gang that stops keeps its nodes idle until its sidecars give the upload up. So it stops again only
+    after the store has answered."""
+    life = Life(store=True, every=5)
+    life.run(40)
+    life.cluster.store.away = True
+    life.run(before)
+    round_, newest = life.status.restart_round or 0, life.newest()
+    suspend(life)
+    life.run(120)
+    waits = life.status.condition(JobCondition.SUSPENDED)
+    assert waits is not None
+    assert (waits.status, waits.reason) == ("False", Reason.STORE_UNAVAILABLE)
+    assert "store" in waits.message
+    assert life.status.is_true(JobCondition.RUNNING)
+    assert life.newest() >= newest + 50, "the gang trains meanwhile"
+    assert (life.status.restart_round or 0) <= round_ + (before == 0)
+    life.cluster.store.away = False
+    life.run(60)
+    assert life.status.is_true(JobCondition.SUSPENDED)
+    assert life.cluster.pods == {}
+
+
 # --------------------------------------------------------------------------- deadline
 
 

@@ -92,6 +92,8 @@ class ToyRun:
         if persisted is not None and self.newest_is_stored is False:
             text = f"step {persisted.step} is persisted by the status, and the store has no manifest of it"
             failures = (Failure(persisted.step, TierName.OBJECT, CHECKPOINT_MISSING, text),)
+        if persisted is not None and store.away:
+            failures = (Failure(None, TierName.OBJECT, "StoreUnavailable", "503 Slow Down"),)
         return CoordinatorState(
             version=self.version,
             round=self.round,

@@ -37,6 +37,7 @@ from holdfast_operator.decide.facts.world import (
     World,
     all_ended,
     asked_for,
+    held_uploads,
     make_room,
     quota_text,
     stop_requested,
@@ -444,6 +445,10 @@ def suspend_note(world: World) -> Note:
             ),
         )
     if trains(world):
+        held = held_uploads(world)
+        if held is not None and held.reason == Reason.STORE_UNAVAILABLE:
+            text = f"{held.message}. The gang trains until it can save its last step there"
+            return held._replace(message=text)
         text = "the gang was requested to save and stop"
         if world.reached_quotas:
             text += f". Its last step waits for a quota: {quota_text(world)}. {make_room(world)}"
@@ -500,8 +505,9 @@ def _unsaved(world: World) -> bool:
 
 def must_stop(world: World) -> bool:
     """Return whether the gang trains and has to save and stop, for a suspension or a resize."""
-    spec = world.spec
-    wanted = spec.store is not None if spec.suspend else may_resize(world)
+    wanted = (
+        suspend_note(world).reason == Reason.STOPPING if world.spec.suspend else may_resize(world)
+    )
     return wanted and trains(world)
 
 

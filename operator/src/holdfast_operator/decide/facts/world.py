@@ -656,14 +656,24 @@ def make_room(world: World) -> str:
 
 
 def held_uploads(world: World) -> Note | None:
-    """Return why the object store of the job takes no upload now, or None if it does."""
+    """Return why the object store of the job takes no upload now, or None if it does.
+
+    A new round knows no failures yet. If it began because the last step of the one before did not reach the
+    store, the gang trains until the store has answered: otherwise it would stop and wait for nothing again.
+    """
     healthy = world.status.condition(JobCondition.REMOTE_TIER_HEALTHY)
     if healthy is not None and healthy.is_false:
         return Note(Reason.STORE_UNAVAILABLE, f"the object store is away: {healthy.message}")
-    if not world.reached_quotas:
+    if world.reached_quotas:
+        text = f"uploads wait for a quota: {quota_text(world)}. {make_room(world)}"
+        return Note(Reason.QUOTA_REACHED, text)
+    last = world.status.last_recovery
+    if last is None or (last.round, last.reason) != (world.round, Reason.NOT_PERSISTED):
         return None
-    text = f"uploads wait for a quota: {quota_text(world)}. {make_room(world)}"
-    return Note(Reason.QUOTA_REACHED, text)
+    if not trains(world) or world.state.newest_is_stored is not None:
+        return None
+    text = "the object store has not answered since the last step of the gang did not reach it"
+    return Note(Reason.STORE_UNAVAILABLE, text)
 
 
 def all_ended(world: World) -> bool:
