@@ -26,6 +26,7 @@ from holdfast_core.names import checkpoint_name
 from holdfast_operator.apply.apply import JobEffects, Present
 from holdfast_operator.apply.command_runs import CommandRuns
 from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.decide.deletions import MAX_BATCH
 from holdfast_operator.decide.ends import RELEASE_SECONDS
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster, Events
@@ -36,6 +37,8 @@ from holdfast_operator.watch.cache import ClusterCache
 NAMESPACE = "team"
 UID = JobUid("11111111-0000-0000-0000-000000000001")
 STAMP = "2026-05-01T12:00:00Z"
+MAX_VARIABLE_BYTES = (128 << 10) - len("HOLDFAST_DELETE=") - 1
+"""The kernel's limit of one string of a program's environment."""
 STATES = ("complete", "failed", "suspended", "being deleted", "gone")
 
 
@@ -198,6 +201,9 @@ class Bed:
         if (pod.get("status") or {}).get("phase"):
             return
         variables = {e["name"]: e["value"] for e in pod["spec"]["containers"][0]["env"]}
+        assert max(map(len, variables.values())) < MAX_VARIABLE_BYTES, (
+            "no kernel starts this program"
+        )
         wanted = DeleteContract.from_json(variables["HOLDFAST_DELETE"])
         assert (wanted.namespace, wanted.job_uid) == (NAMESPACE, UID)
         self.requests.append(wanted)
@@ -570,6 +576,20 @@ def test_pinned_and_cloned_ones_stay_as_long_as_that_is_so(bed: Bed, policy: str
     bed.api.touch(raw)
     bed.run(30)
     assert bed.objects == bed.steps == last
+
+
+@pytest.mark.fault("A job with whenDeleted is deleted that has thousands of pinned checkpoints")
+def test_a_job_with_thousands_of_pins_is_deleted_by_name(bed: Bed) -> None:
+    """The names of all pins would be longer than one variable of the pod may be."""
+    pins, first = 5000, 2**40
+    for step in range(first, first + pins):
+        bed.checkpoint(step, when="DeleteData", pin=True)
+    for step in range(1, MAX_BATCH + 10):
+        bed.checkpoint(step, when="DeleteData")
+    bed.run(60, step=5)
+    assert len(bed.objects) == len(bed.steps) == pins
+    assert min(bed.steps) == first
+    assert [r.ended for r in bed.requests] == [False, True]
 
 
 def test_the_last_good_one_is_kept(bed: Bed) -> None:

@@ -112,6 +112,7 @@ def after(record: CheckpointStore, text: str) -> CheckpointStoreStatus:
     return with_probe(record, parse_report(text, "the probe's pod"), NOW)
 
 
+@pytest.mark.fault("The API server's clock is ahead of that of the operator, which probes a store")
 @pytest.mark.parametrize(
     ("name", "record", "job_start", "due"),
     [
@@ -120,6 +121,18 @@ def after(record: CheckpointStore, text: str) -> CheckpointStoreStatus:
         ("available", store(True, last_probe=PROBED), None, False),
         ("a job began to use it", store(True, last_probe=PROBED), NOW, True),
         ("its job is older", store(True, last_probe=PROBED), NOW - timedelta(hours=1), False),
+        (
+            "a job began, by a clock that is ahead",
+            store(True, last_probe="2026-05-01T11:59:00Z"),
+            NOW + timedelta(minutes=3),
+            False,
+        ),
+        (
+            "a job began, by a clock that is ahead, and the last probe is old",
+            store(True, last_probe=PROBED),
+            NOW + timedelta(minutes=3),
+            True,
+        ),
         ("unavailable, 5 minutes ago", store(False, "AccessDenied", PROBED), None, True),
         (
             "unavailable, a clock was set back",

@@ -31,7 +31,7 @@ from holdfast_core.api import (
     WhenDeleted,
 )
 from holdfast_core.contract import DeleteContract
-from holdfast_core.ids import JobUid, age_of
+from holdfast_core.ids import CheckpointId, JobUid, age_of
 from holdfast_core.retention import RetentionReason
 from holdfast_core.store_retention import is_stored, needed_in_store, newest_record
 from holdfast_operator.decide.ends import hanging, has_data
@@ -40,6 +40,9 @@ from holdfast_operator.model.reasons import Reason
 
 MAX_BATCH = 200
 """Largest number of checkpoints that one pod deletes. Each takes about six requests."""
+MAX_KEPT = 2000
+"""Largest number of checkpoints that a request names as kept. It is one variable of the pod, and the kernel
+starts no program with a string of more than 128 KiB in its environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +150,13 @@ def _contract(stored: StoredObjects, uid: JobUid, batch: list[Checkpoint]) -> De
     return DeleteContract(
         namespace=batch[0].status.job_namespace or batch[0].namespace,
         job_uid=uid,
-        checkpoints=tuple(id_ for c in batch if (id_ := c.id) is not None),
+        checkpoints=_ids(batch),
         ended=ended and uid not in stored.with_pods,
     )
+
+
+def _ids(checkpoints: Iterable[Checkpoint]) -> tuple[CheckpointId, ...]:
+    return tuple(id_ for c in checkpoints if (id_ := c.id) is not None)
 
 
 def _has_gang(gang: Gang | None) -> bool:
@@ -179,12 +186,19 @@ class Estate:
         return [(c, phase) for c, phase in wanted if c.status.phase is not phase]
 
     def deletion(self) -> Deletion:
-        """Return the deletion of all that is not kept, whether an object names it or not."""
-        first = self.doomed[0]
-        keep = tuple(id_ for c in self.kept if (id_ := c.id) is not None)
+        """Return the deletion of all that is not kept, whether an object names it or not.
+
+        Where too many are kept, it is the deletion of the first of those that objects name.
+        """
+        first, keep = self.doomed[0], _ids(self.kept)
         namespace = first.status.job_namespace or first.namespace
-        contract = DeleteContract(namespace, self.job_uid, keep=keep, ended=True)
-        return Deletion(self.job, self.doomed, contract)
+        if len(keep) <= MAX_KEPT:
+            contract = DeleteContract(namespace, self.job_uid, keep=keep, ended=True)
+            return Deletion(self.job, self.doomed, contract)
+        batch = self.doomed[:MAX_BATCH]
+        is_last = len(batch) == len(self.doomed)
+        contract = DeleteContract(namespace, self.job_uid, _ids(batch), ended=is_last)
+        return Deletion(self.job, batch, contract)
 
 
 def estates(stored: StoredObjects) -> list[Estate]:

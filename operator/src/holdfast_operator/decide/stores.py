@@ -54,7 +54,9 @@ def probe_due(store: CheckpointStore, newest_job_start: datetime | None, now: da
     if last_probe is None or store.status.observed_generation != store.generation:
         return True
     if newest_job_start is not None and newest_job_start > last_probe:
-        return True
+        # A start in the future was stamped by an API server whose clock is ahead. Until its time has come, it
+        # would be later than every probe.
+        return newest_job_start <= now or not is_within(AGAIN_LATEST, last_probe, now)
     return store.available is not True and not is_within(_again(store), last_probe, now)
 
 
