@@ -340,16 +340,23 @@ def test_a_checkpoint_that_exists_already(server: ApiServer, config: Path) -> No
     assert "checkpoints/mine exists already" in line and "--name" in line
 
 
+MINE = {
+    "kind": "Checkpoint",
+    "metadata": {"name": "mine", "uid": "u"},
+    "spec": {"jobRef": {"name": "gpt"}},
+}
+
+
 def test_a_save_that_expires_says_why(server: ApiServer, config: Path) -> None:
     server.answers["/trainingjobs/gpt"] = (
         200,
         json.dumps({"kind": "TrainingJob", "metadata": {}}),
     )
     server.refuse(404, "not found")
-    server.answers["POST"] = 201, json.dumps({"kind": "Checkpoint"})
+    server.answers["POST"] = 201, json.dumps(MINE)
     committed = {"type": "Committed", "message": "the job ended before this was saved"}
     status = {"phase": "Failed", "conditions": [committed]}
-    server.answers["/checkpoints/mine"] = 200, json.dumps({"status": status})
+    server.answers["/checkpoints/mine"] = 200, json.dumps(MINE | {"status": status})
     ended = run(config, "save", "gpt", "--wait", "--name", "mine")
     assert ended.returncode == 1
     assert "mine failed: the job ended before this was saved" in ended.stderr
@@ -415,8 +422,9 @@ def test_a_save_that_waits_outlives_an_outage_of_the_api_server(
 ) -> None:
     server.refuse(404, "not found")
     server.answers["/trainingjobs/gpt"] = 200, json.dumps({"kind": "TrainingJob", "metadata": {}})
-    server.answers["POST"] = 201, json.dumps({"kind": "Checkpoint"})
-    server.answers["/checkpoints/mine"] = 200, json.dumps({"status": {"phase": "Committed"}})
+    server.answers["POST"] = 201, json.dumps(MINE)
+    committed = MINE | {"status": {"phase": "Committed"}}
+    server.answers["/checkpoints/mine"] = 200, json.dumps(committed)
     server.away = {"/checkpoints/mine": 5}
     assert (
         program.run(["save", "gpt", "--pin", "--wait", "--name", "mine"], "kubectl holdfast") == 0
@@ -436,7 +444,7 @@ def test_a_save_that_waits_says_for_what_and_that_its_object_was_deleted(
     server.refuse(404, "not found")
     suspended = {"kind": "TrainingJob", "metadata": {}, "status": {"phase": "Suspended"}}
     server.answers["/trainingjobs/gpt"] = 200, json.dumps(suspended)
-    server.answers["POST"] = 201, json.dumps({"kind": "Checkpoint"})
+    server.answers["POST"] = 201, json.dumps(MINE)
     assert (
         program.run(["save", "gpt", "--pin", "--wait", "--name", "mine"], "kubectl holdfast") == 6
     )

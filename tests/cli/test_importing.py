@@ -10,7 +10,7 @@ import pytest
 from tests.support.operator.builders import UID, checkpoint, manifest_digest
 
 from holdfast_cli import importing
-from holdfast_cli.errors import CommandError
+from holdfast_cli.errors import CommandError, Unanswered
 from holdfast_cli.importing import import_store, parse_list, plan_import
 from holdfast_cli.output import Format
 from holdfast_core.api import Checkpoint
@@ -167,6 +167,25 @@ def test_a_request_is_taken_back_after_an_error() -> None:
     with pytest.raises(CommandError, match="refused"):
         run(cluster)
     assert cluster.annotation is None
+
+
+@dataclass
+class Leaves(Cluster):
+    """The API server goes away after the request."""
+
+    def pods(self, selector: str) -> list[dict[str, Any]]:
+        raise Unanswered("connection refused")
+
+    def get(self, plural: str, name: str) -> dict[str, Any]:
+        if self.requests:
+            raise Unanswered("and it is still refused")
+        return super().get(plural, name)
+
+
+@pytest.mark.fault("The API server goes away while a store is listed for an import")
+def test_the_first_error_is_shown() -> None:
+    with pytest.raises(CommandError, match=r"^connection refused$"):
+        run(Leaves(""))
 
 
 @dataclass

@@ -159,4 +159,5 @@ def test_what_cannot_be_drilled_is_said_at_once(found: Checkpoint, text: str) ->
 
 
 def test_a_store_without_a_drill_waits_for_the_operator() -> None:
-    assert progress({}, STORED) == "waiting for the operator"
+    text = progress({}, STORED)
+    assert text.startswith("waiting for the operator; `kubectl holdfast doctor` says")

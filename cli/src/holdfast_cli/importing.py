@@ -14,6 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from holdfast_cli.errors import CommandError, NotFound, UsageError
 from holdfast_cli.gangs import VERSION
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Column, Format, Result, Table, say, show
+from holdfast_cli.progress import NO_OPERATOR, Waiting
 from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, StoreTarget, Target, local_path
 from holdfast_core.api import DeletionPolicy, size_text
 from holdfast_core.clock import SystemClock, stamp
@@ -287,8 +289,10 @@ def import_store(
     try:
         listed = parse_list(_log_of(cluster.patient(START_SECONDS), store, wanted))
     finally:
-        if _is_asked(cluster, store, wanted):
-            annotate(cluster, store, uid, None)
+        # The operator forgets it after a day. A failure here must not hide why the list has failed.
+        with suppress(CommandError):
+            if _is_asked(cluster, store, wanted):
+                annotate(cluster, store, uid, None)
     found = plan_import(listed, cluster.items("checkpoints"), store)
     document = {"create": found.objects, "known": found.known, "unusable": found.unusable}
     table = [import_table(found)] if found.objects else []
@@ -325,14 +329,15 @@ def _log_of(cluster: ClusterClient, store: str, wanted: str) -> str:
     """Return the log of the pod that carries out this request, when it has ended."""
     started = time.monotonic()
     selector = f"app.kubernetes.io/component={LIST_COMPONENT},{GROUP}/store={store}"
-    why = "the operator has created no pod for it"
+    why, waiting = f"waiting for {NO_OPERATOR}", Waiting()
     while True:
         pod = next((p for p in cluster.pods(selector) if _request_of(p) == wanted), None)
         phase = "" if pod is None else (pod.get("status") or {}).get("phase")
         if pod is not None and phase in ("Succeeded", "Failed"):
             return cluster.log(pod["metadata"]["name"])
         if pod is not None:
-            why = f"pod {pod['metadata']['name']} has not started"
+            state = "has not started" if phase == "Pending" else "lists the store"
+            why = f"pod {pod['metadata']['name']} {state}"
         if pod is None and not _is_asked(cluster, store, wanted):
             raise CommandError(
                 f"another request for a list of CheckpointStore {store} has replaced this one: repeat the "
@@ -344,6 +349,7 @@ def _log_of(cluster: ClusterClient, store: str, wanted: str) -> str:
                 f"CheckpointStore {store} was not listed within {START_SECONDS:.0f} s: {why}. "
                 f"kubectl describe checkpointstore {store} -n {cluster.namespace} may say why"
             )
+        waiting.on(why)
         time.sleep(LOOK_SECONDS)
 
 

@@ -1,4 +1,7 @@
-"""Shows how far a long read or write is: a bar with rate and estimate on a terminal, else a line at times."""
+"""Shows how far a long read or write is, and what a verb waits for.
+
+A read or write has a bar with rate and estimate on a terminal, else a line at times.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,32 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 10.0
 """Time between two lines where there is no terminal."""
+NO_OPERATOR = "the operator; `kubectl holdfast doctor` says whether one runs"
+QUIET_SECONDS = 5.0
+"""Time after which a verb says what it waits for, if it usually waits for less."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class Waiting:
+    """Says what a verb waits for, whenever that is another thing than before.
+
+    Args:
+        quiet_seconds: A wait that is not longer than this is not mentioned.
+    """
+
+    def __init__(
+        self, quiet_seconds: float = QUIET_SECONDS, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._quiet_seconds, self._now = quiet_seconds, now
+        self._what, self._since, self._is_said = "", 0.0, False
+
+    def on(self, what: str) -> None:
+        """Note at each look what the verb waits for."""
+        if what != self._what:
+            self._what, self._since, self._is_said = what, self._now(), False
+        if not self._is_said and self._now() - self._since >= self._quiet_seconds:
+            self._is_said = True
+            say(what)
 
 
 class ByteProgress:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from holdfast_cli.errors import CommandError, NotFound, StateError
-from holdfast_cli.gangs import VERSION
+from holdfast_cli.gangs import VERSION, conditions_of
 from holdfast_cli.options import Session, common_options, target_argument
 from holdfast_cli.output import Result, say
+from holdfast_cli.progress import NO_OPERATOR, Waiting
 from holdfast_cli.targets import Kind, Target, named, without_step
 from holdfast_core.names import GROUP
 
@@ -60,22 +62,27 @@ def save(cluster: ClusterClient, job: str, name: str, *, pin: bool, wait: bool) 
     if wait:
         if when:
             say(when)
-        return Result(_committed(cluster.patient(), name), [f"checkpoint {name} committed"])
+        return Result(_committed(cluster.patient(), created), [f"checkpoint {name} committed"])
     return Result(created, [f"checkpoint {name} requested{when and '; '}{when}"])
 
 
-def _committed(cluster: ClusterClient, name: str) -> dict[str, Any]:
+def _committed(cluster: ClusterClient, created: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Checkpoint when it is committed. Say what it waits for if that takes more than a moment."""
+    name, job, waiting = created["metadata"]["name"], created["spec"]["jobRef"]["name"], Waiting()
+    gone = StateError(f"checkpoint {name} was deleted meanwhile: it was not saved, or is not kept")
     while True:
         try:
             item = cluster.get("checkpoints", name)
         except NotFound as error:
-            raise StateError(
-                f"checkpoint {name} was deleted meanwhile: it was not saved, or is not kept"
-            ) from error
-        status = item.get("status") or {}
-        if status.get("phase") == "Committed":
+            raise gone from error
+        phase = (item.get("status") or {}).get("phase")
+        if phase == "Deleting" or item["metadata"]["uid"] != created["metadata"]["uid"]:
+            raise gone
+        if phase == "Committed":
             return item
-        if status.get("phase") == "Failed":
-            why = next((c["message"] for c in status["conditions"] if c["type"] == "Committed"), "")
+        why = conditions_of(item).get("Committed", {}).get("message", "")
+        if phase == "Failed":
             raise CommandError(f"checkpoint {name} failed: {why}")
+        shows = f"`kubectl holdfast status {job}` shows the job"
+        waiting.on(f"{phase}: {why}; {shows}" if phase else f"waiting for {NO_OPERATOR}")
         time.sleep(LOOK_SECONDS)

@@ -18,9 +18,9 @@ import click
 from holdfast_cli.errors import CommandError, Exit, NotFound, StateError, UsageError
 from holdfast_cli.gangs import parsed
 from holdfast_cli.options import Session, common_options, target_argument
-from holdfast_cli.output import Result, say
+from holdfast_cli.output import Result
 from holdfast_cli.places import place_of
-from holdfast_cli.progress import ByteProgress, bytes_text
+from holdfast_cli.progress import NO_OPERATOR, ByteProgress, Waiting, bytes_text
 from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, Target
 from holdfast_core.api import Checkpoint, CheckpointCondition, CheckpointPhase, size_text
 from holdfast_core.clock import SystemClock, stamp
@@ -153,7 +153,7 @@ def drill(
     if not wait:
         text = f"the drill of {name} is requested; kubectl get ckpt {name} shows the result"
         return Result({"checkpoint": name, **wanted}, [text])
-    cluster, shown = cluster.patient(), ""
+    cluster, waiting = cluster.patient(), Waiting(quiet_seconds=0.0)
     while True:
         try:
             checkpoint = parsed(Checkpoint, cluster.get("checkpoints", name))
@@ -166,10 +166,8 @@ def drill(
             return found.result()
         _fit(checkpoint)
         _expect_wanted(checkpoint, trigger)
-        now = progress(cluster.get("checkpointstores", checkpoint.status.store or ""), checkpoint)
-        if now != shown:
-            say(now)
-            shown = now
+        store = cluster.get("checkpointstores", checkpoint.status.store or "")
+        waiting.on(progress(store, checkpoint))
         time.sleep(POLL_SECONDS)
 
 
@@ -215,7 +213,7 @@ def progress(store: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     drills = (store.get("status") or {}).get("drills") or {}
     under_way = drills.get("checkpoint")
     if not under_way:
-        return "waiting for the operator"
+        return f"waiting for {NO_OPERATOR}"
     if under_way != checkpoint.name:
         return f"waiting for the drill of checkpoint {under_way}"
     return f"reading {size_text(checkpoint.status.bytes)} since {drills.get('since')}"
