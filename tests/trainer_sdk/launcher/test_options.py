@@ -192,6 +192,7 @@ def test_in_a_pod_the_operator_decides_about_nodes() -> None:
         pytest.param("--max-restarts -1 t.py", "a number from 0", id="restarts"),
         pytest.param("--tee 4 t.py", "--tee 4", id="streams"),
         pytest.param("--redirects 0:1,x t.py", "--redirects 0:1,x", id="streams-by-rank"),
+        pytest.param("--redirects 0:1,0:2 t.py", "local rank 0 twice", id="streams-of-one-rank"),
         pytest.param("--shutdown-timeout nan t.py", "number of seconds", id="seconds"),
     ],
 )

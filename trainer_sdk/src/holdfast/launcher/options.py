@@ -59,8 +59,15 @@ def parse_streams(option: str, text: str | None) -> StreamChoice:
             f"holdfast run: {option} {text}: expected 0, 1 (stdout), 2 (stderr) or 3 (both), or a list by "
             "local rank such as 0:1,1:3"
         )
-    pairs = (part.split(":") for part in text.split(","))
-    return StreamChoice(by_local_rank={int(rank): Streams(int(value)) for rank, value in pairs})
+    chosen: dict[int, Streams] = {}
+    for part in text.split(","):
+        rank, value = map(int, part.split(":"))
+        if rank in chosen:
+            raise ConfigError(
+                f"holdfast run: {option} {text}: names local rank {rank} twice; 3 stands for both streams"
+            )
+        chosen[rank] = Streams(value)
+    return StreamChoice(by_local_rank=chosen)
 
 
 @dataclass(frozen=True, slots=True)
