@@ -511,6 +511,18 @@ async def test_the_drill_of_a_checkpoint_that_is_deleted_ends_quietly(how: str) 
     assert "verifiedAt" not in raw["status"]
 
 
+@pytest.mark.fault("A drill is requested of a checkpoint that retention prunes")
+async def test_a_request_for_what_is_being_pruned_holds_up_nothing() -> None:
+    place = Place(requested(stored(20), "a"), requested(stored(10), "b"))
+    place.checkpoints[0]["status"]["phase"] = "Deleting"
+    await place.passes(10)
+    assert place.store["status"]["drills"]["checkpoint"] == place.checkpoints[1]["metadata"]["name"]
+    place.end(report())
+    await place.passes(10)
+    assert place.verified(1) == ("True", "Intact")
+    assert place.store["status"]["drills"]["count"] == 1, "the status is written no more"
+
+
 @pytest.mark.fault("The object store is down when a checkpoint is to be drilled")
 async def test_a_request_to_a_store_that_is_down_is_answered_at_once() -> None:
     place = Place(requested(stored(20)))

@@ -248,6 +248,37 @@ def test_end(name: str, seen: CommandView, age: float, reason: str | None) -> No
     assert (None if found is None else found.reason) == reason
 
 
+@pytest.mark.fault("The pod of a store's command is killed for memory or time, or is evicted")
+@pytest.mark.parametrize(
+    ("ended", "of_pod", "text"),
+    [
+        ({"reason": "OOMKilled", "exitCode": 137}, {}, "failed: OOMKilled, exit code 137"),
+        (
+            {"reason": "Error", "exitCode": 143},
+            {
+                "reason": "DeadlineExceeded",
+                "message": "Pod was active for longer than its deadline",
+            },
+            "failed: Pod was active for longer than its deadline",
+        ),
+        (None, {"reason": "Evicted", "message": "low on memory"}, "failed: low on memory"),
+        ({"message": "Traceback: x", "exitCode": 1}, {"message": "y"}, "failed: Traceback: x"),
+    ],
+)
+def test_a_pod_without_a_report_says_how_it_ended(
+    ended: dict[str, Any] | None, of_pod: dict[str, Any], text: str
+) -> None:
+    record = store()
+    body = render_command(record, probe_command(record), SidecarSettings("image:1"))
+    body["metadata"]["uid"] = "p"
+    statuses = [] if ended is None else [{"state": {"terminated": ended}}]
+    body["status"] = {"phase": "Failed", "containerStatuses": statuses, **of_pod}
+    read = read_pod(body)
+    assert isinstance(read, CommandPod)
+    found = result(record, read.view, 1)
+    assert found is not None and found.message.endswith(text)
+
+
 def test_a_missing_secret_is_named_with_a_remedy() -> None:
     found = result(store(ca="authority"), pod(waiting_reason="ContainerCreating"), 30)
     assert found is not None

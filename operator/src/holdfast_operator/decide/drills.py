@@ -77,7 +77,7 @@ def next_drill(
         stored: All Checkpoints of the store.
     """
     drills = store.status.drills or StoreDrills()
-    asked = min((c for c in requested if not c.deleting), key=_request_order, default=None)
+    asked = min((c for c in requested if _stays(c)), key=_request_order, default=None)
     if asked is not None and asked.spec.verify is not None:
         return _begun(drills, asked, now, asked.spec.verify.trigger)
     wanted = store.spec.verify
@@ -153,12 +153,12 @@ def _begun(drills: StoreDrills, checkpoint: Checkpoint, now: datetime, trigger: 
 
 def is_wanted(checkpoint: Checkpoint | None, drills: StoreDrills) -> bool:
     """Return whether the drill that is under way still has its checkpoint, and it is not being deleted."""
-    return (
-        checkpoint is not None
-        and checkpoint.uid == drills.uid
-        and not checkpoint.deleting
-        and checkpoint.status.phase is not CheckpointPhase.DELETING
-    )
+    return checkpoint is not None and checkpoint.uid == drills.uid and _stays(checkpoint)
+
+
+def _stays(checkpoint: Checkpoint) -> bool:
+    """Return whether neither a person nor a retention deletes the checkpoint."""
+    return not checkpoint.deleting and checkpoint.status.phase is not CheckpointPhase.DELETING
 
 
 def drill_command(

@@ -75,7 +75,7 @@ class CommandView:
     waiting_reason: str | None
     waiting_message: str
     message: str | None
-    """Termination message; None while the pod has not ended."""
+    """Termination message, else how the pod ended; None while it has not ended."""
     unscheduled: str | None
     """The scheduler's message where it found no node, else None."""
 

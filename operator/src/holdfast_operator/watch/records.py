@@ -395,10 +395,12 @@ def _command_view(raw: Mapping[str, Any]) -> CommandView:
     )
     unscheduled = scheduled.get("status") == "False"
     message = None
-    if ended is not None:
-        message = str(ended.get("message") or "")
-    elif status.get("phase") in ("Failed", "Succeeded"):
-        message = str(status.get("message") or "")
+    if ended is not None or status.get("phase") in ("Failed", "Succeeded"):
+        # A program that was killed has written nothing. The pod says why where the kubelet has ended it.
+        how = ended or {}
+        code = how.get("exitCode")
+        killed = f"{how.get('reason')}, exit code {code}" if code else ""
+        message = str(how.get("message") or status.get("message") or killed)
     return CommandView(
         name=str(meta["name"]),
         uid=str(meta["uid"]),
