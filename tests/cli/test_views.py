@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import click
 import pytest
 
-from holdfast_cli.gangs import members
+from holdfast_cli.gangs import members, silence_of_operator
 from holdfast_cli.output import Format, Result, rendered
 from holdfast_cli.views import (
     SHOWN_RECOVERIES,
@@ -75,6 +77,29 @@ def test_status_shows_levels_tiers_and_what_is_wrong():
         "memory",
     ):
         assert expected in text
+
+
+@pytest.mark.fault("`kubectl holdfast status` is asked for while no operator runs")
+@pytest.mark.parametrize(
+    ("phase", "written", "expected"),
+    [
+        ("Running", "2026-05-01T11:59:30Z", None),
+        ("Running", "2026-05-01T11:20:00Z", "no operator has written this status for 40 minutes"),
+        ("Running", "2026-05-01T13:00:00Z", None),
+        ("Running", None, None),
+        ("Suspended", "2026-05-01T08:00:00Z", None),
+        ("", "2026-05-01T11:50:00Z", "for 10 minutes: `kubectl holdfast doctor`"),
+    ],
+)
+def test_a_status_that_no_operator_writes_is_said_to_be_old(phase, written, expected):
+    entries = [
+        {"manager": "kubectl", "time": "2026-05-01T11:59:59Z"},
+        {"manager": "holdfast-operator", "subresource": "status", "time": written},
+    ]
+    meta = {"name": "gpt", "creationTimestamp": written, "managedFields": entries}
+    gang = {"metadata": meta, "status": {"phase": phase} if phase else {}}
+    found = silence_of_operator(gang, datetime(2026, 5, 1, 12, tzinfo=UTC))
+    assert found is None if expected is None else expected in found
 
 
 def test_status_of_a_job_that_the_operator_has_not_handled_yet():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast_cli.errors import NotFound, StateError
+from holdfast_core.clock import parse_stamp
 from holdfast_core.contract import TRAINER_CONTAINER
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.names import checkpoint_name, member_pod_names
@@ -185,6 +187,21 @@ def _member(worker: int, pod: dict[str, Any] | None) -> MemberPod:
         "Terminating" if pod["metadata"].get("deletionTimestamp") else status.get("phase", "-"),
         sum(container.get("restartCount", 0) for container in statuses),
     )
+
+
+def silence_of_operator(gang: Mapping[str, Any], now: datetime) -> str | None:
+    """Return for how long no operator has written the status of a gang, if that is too long, or None.
+
+    While a gang trains, its goodput is written several times a minute. Clocks may differ by some minutes.
+    """
+    meta, status = gang["metadata"], gang.get("status") or {}
+    entries = [e for e in meta.get("managedFields") or [] if e.get("subresource") == "status"]
+    times = [e["time"] for e in entries if e.get("time")] if status else [meta["creationTimestamp"]]
+    if not times or status.get("phase", "Running") != "Running":
+        return None
+    minutes = int((now - parse_stamp(max(times))).total_seconds() / 60)
+    text = f"no operator has written this status for {minutes} minutes"
+    return f"{text}: `kubectl holdfast doctor` says whether one runs" if minutes >= 5 else None
 
 
 def trainer_container(gang: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast_cli.errors import CommandError, UsageError
-from holdfast_cli.gangs import MAX_STREAMS, MemberPod
+from holdfast_cli.gangs import MAX_STREAMS, MemberPod, silence_of_operator
 from holdfast_cli.options import (
     Session,
     common_options,
@@ -23,6 +23,7 @@ from holdfast_cli.options import (
 from holdfast_cli.output import Format, Result, show
 from holdfast_cli.targets import Kind, Target, named, without_step
 from holdfast_cli.views import Screen, gangs_lines, status_lines
+from holdfast_core.clock import SystemClock
 
 if TYPE_CHECKING:
     from holdfast_cli.cluster import ClusterClient
@@ -89,7 +90,8 @@ def status_of(cluster: ClusterClient, name: str | None) -> Result:
 def _screen(cluster: ClusterClient, name: str) -> Screen:
     gang = cluster.gang(name)
     members: list[MemberPod] = []
-    problems: list[str] = []
+    silence = silence_of_operator(gang, SystemClock().utc_now())
+    problems = [] if silence is None else [silence]
     try:
         members = cluster.members(gang)
     except CommandError as error:  # the rest of the screen does not need the pods
