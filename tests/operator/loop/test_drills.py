@@ -442,13 +442,15 @@ async def test_a_new_store_says_that_its_probe_does_not_fit() -> None:
 
 
 async def test_a_probe_that_does_not_fit_says_nothing_about_a_store_that_was_available() -> None:
-    place = Place()
+    place = Place(requested(stored(10)))
     tier = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
     place.api.put("trainingjobs", raw_job(checkpoint={"interval": {"steps": 5}, "object": tier}))
     place.store["status"]["lastProbe"] = "1970-01-01T00:00:00Z"  # the job is younger
     place.api.refuse["POST", "pods"] = FULL
-    await place.passes()
+    again = await place.passes()
     assert place.available() == ("True", "Probed")
+    assert place.verified() == ("Unknown", "NotRead"), "a drill that is asked for is answered"
+    assert again is not None and again > 30, "the job may not begin for days"
     place.api.refuse.clear()
     await place.passes(2)
     (pod,) = place.pods()

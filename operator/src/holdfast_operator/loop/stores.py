@@ -99,8 +99,7 @@ class Stores:
             return None
         present = _Pass(read, self.clock.utc_now())
         await self._list(read)
-        await self._probe(present)
-        if not present.waits:
+        if await self._probe(present):
             await self._drill(present)
             await self._measure(present)
             present.wait(stores.next_look_seconds(present.store, present.now))
@@ -121,17 +120,22 @@ class Stores:
         if isinstance(state, CommandFailed) and state.failure is CommandFailure.REFUSED:
             await self.events.emit(store, "Warning", stores.LIST_FAILED, state.message)
 
-    async def _probe(self, present: _Pass) -> None:
+    async def _probe(self, present: _Pass) -> bool:
+        """Run the probe if it is due. Return whether none is under way or has just ended."""
         store = present.store
         newest = self.cache.jobs.newest_start(store.namespace, store.name)
         due = stores.probe_due(store, newest, present.now)
         state = await self.commands.run(store, stores.probe_command(store), due=due)
-        result = present.result(StoreVerb.PROBE, state)
-        refused = isinstance(result, CommandFailed) and result.failure is CommandFailure.REFUSED
+        refused = isinstance(state, CommandFailed) and state.failure is CommandFailure.REFUSED
         if refused and store_view(store).available:
-            return  # that a quota of the namespace is full says nothing about a store that was available
+            # A full quota of the namespace says nothing about a store that was available. The job that makes
+            # the probe due may be suspended for days.
+            present.wait(stores.AGAIN_LATEST.total_seconds())
+            return True
+        result = present.result(StoreVerb.PROBE, state)
         if result is not None:
             present.store = changed(store, status=stores.with_probe(store, result, present.now))
+        return state is None
 
     async def _drill(self, present: _Pass) -> None:
         """Begin, follow or end a drill. The status of its Checkpoint is written before that of the store."""
