@@ -98,8 +98,8 @@ def needed_in_store(
 ) -> dict[RetentionReason, Collection[CheckpointId]]:
     """Return the checkpoints of a gang that must stay in the object store, by reason.
 
-    All checkpoints of a quarantined step stay: sidecars protect steps, not rounds, and would refuse the
-    delete.
+    Sidecars protect steps, not rounds. So all checkpoints of a step stay that is pinned, quarantined or
+    restored: the sidecars would refuse the delete in each pass, and others would wait behind it.
 
     Args:
         checkpoints: The gang's own Checkpoints.
@@ -107,16 +107,20 @@ def needed_in_store(
     """
     known = [(id_, c) for c in checkpoints if (id_ := c.id) is not None]
     last, point = gang.status.last_persisted, gang.status.restore_point
-    apart = {c.step for c in quarantined(gang)}
     start = None if point is None or point.job_uid is not None else point.id
     order = gang.spec.rollback
     wanted = order.step if order is not None and order.stands(gang.status.lineage) else None
-    back = [id_ for id_, c in known if id_.step == wanted and is_stored(c)]
+
+    def of_steps(named: Collection[CheckpointId]) -> set[CheckpointId]:
+        steps = {id_.step for id_ in named}
+        return {*named, *(id_ for id_, _ in known if id_.step in steps)}
+
+    back = {id_ for id_, c in known if id_.step == wanted and is_stored(c)}
     return {
-        RetentionReason.PINNED: [id_ for id_, c in known if c.spec.pin],
+        RetentionReason.PINNED: of_steps([id_ for id_, c in known if c.spec.pin]),
         RetentionReason.CLONED: [id_ for id_, c in known if c.name in cloned],
-        RetentionReason.QUARANTINED: [id_ for id_, _ in known if id_.step in apart],
-        RetentionReason.RESTORE_POINT: back if start is None else [start, *back],
+        RetentionReason.QUARANTINED: of_steps(quarantined(gang)),
+        RetentionReason.RESTORE_POINT: of_steps([] if start is None else [start]) | back,
         RetentionReason.NEWEST_PERSISTED: [] if last is None else [last.id],
     }
 

@@ -258,6 +258,19 @@ def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
     assert [c.step for c in prune.data.message.checkpoints] == [40]
 
 
+@pytest.mark.fault(
+    "Steps that were trained again after a rollback are pinned as an earlier round saved them"
+)
+def test_steps_that_sidecars_protect_hold_up_no_other_prune() -> None:
+    """The sidecars protect steps, not rounds, and refuse to delete any checkpoint of such a step."""
+    steps = (1, 2, 3, 4)
+    pinned = tuple(checkpoint(step, 0, pin=True) for step in steps)
+    again = tuple(checkpoint(step, 1, phase="Deleting") for step in steps)
+    others = (checkpoint(30, 0), checkpoint(40, 2, phase="Deleting"), *FOUR[1:])
+    given = world(committed=persisted(70), checkpoints=(*pinned, *again, *others))
+    assert names(list(decide(given, now()).actions)) == ["job-l2msg4-s40-r2"]
+
+
 def test_what_a_clone_has_chosen_meanwhile_is_not_deleted() -> None:
     doomed = (checkpoint(40, 2, phase="Deleting"), *FOUR[1:])
     cloned = frozenset({doomed[0].name})
