@@ -235,7 +235,7 @@ def test_requests_of_one_moment_share_one_save() -> None:
     assert not of_kind(second.actions, "call /v1/save-now"), (
         "no step has been finished since the save was requested, so it serves this request as well"
     )
-    assert ask.message.token == "object-00002"
+    assert ask.message.token == "object-00002 after 44"
 
     saved = PersistedStep(step=Step(45), round=ROUND, manifest=manifest_digest(45, 2))
     observed = training(more, second.memory)
@@ -256,7 +256,9 @@ def test_one_save_fulfils_requests_between_which_a_step_was_finished() -> None:
     coordinator = replace(observed.coordinator, progress=progress_of(45, 44))
     second = decide(replace(observed, coordinator=coordinator), now(1001.0))
     (ask,) = of_kind(second.actions, "call /v1/save-now")
-    assert ask.message.token == "object-00001", "step 45 was finished before it was requested"
+    assert ask.message.token == "object-00001 after 45", (
+        "step 45 was finished before it was requested"
+    )
 
     saved = PersistedStep(step=Step(46), round=ROUND, manifest=manifest_digest(46, 2))
     observed = training(both, second.memory)

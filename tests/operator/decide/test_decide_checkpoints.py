@@ -111,10 +111,14 @@ def test_the_object_is_a_projection_of_the_commit() -> None:
 # --------------------------------------------------------------------------- requests
 
 
+ASKED = "before-lunch after 44"
+"""Token of the request for a save after the step that the gang has finished."""
+
+
 def test_a_request_is_asked_once_and_becomes_the_record() -> None:
     first = decide(world(checkpoints=(request(),)), now())
     (ask,) = only(first, "call /v1/save-now")
-    assert (ask.message.token, ask.message.round, ask.worker) == ("before-lunch", 2, 0)
+    assert (ask.message.token, ask.message.round, ask.worker) == (ASKED, 2, 0)
     (update,) = only(first, "change Checkpoint")
     assert status_of(update).phase == "InProgress"
 
@@ -143,7 +147,26 @@ def test_a_request_is_asked_once_and_becomes_the_record() -> None:
 
 def test_a_request_is_asked_again_by_a_new_operator_and_in_a_new_round() -> None:
     waiting = request(phase="InProgress")
-    assert only(decide(world(checkpoints=(waiting,)), now()), "call /v1/save-now")
+    (again,) = only(decide(world(checkpoints=(waiting,)), now()), "call /v1/save-now")
+    first = only(decide(world(checkpoints=(request(),)), now()), "call /v1/save-now")[0].message
+    assert again.message.token == first.token, "no step was finished meanwhile"
+
+
+@pytest.mark.fault("The operator is restarted while a save that was requested is uploaded")
+def test_a_new_operator_requests_a_save_that_it_can_tell_from_the_one_before() -> None:
+    """It does not know which steps are later than the request. The commit of the save that the process before
+    has requested may not be: the request would wait for the next step that is persisted anyhow."""
+    (first,) = only(decide(world(checkpoints=(request(),)), now()), "call /v1/save-now")
+    waiting, known = request(phase="InProgress"), {"save_tokens": (first.message.token,)}
+    trained = {**known, "progress": progress_of(61, 61)}
+    new = decide(world(checkpoints=(waiting,), coordinator=trained), now())
+    (again,) = only(new, "call /v1/save-now")
+    assert again.message.token not in known["save_tokens"], "the coordinator ignores what it knows"
+    done = world(
+        committed=persisted(62), reported=point(62), checkpoints=(waiting,), memory=new.memory
+    )
+    (record,) = only(decide(done, now(1003.0)), "change Checkpoint")
+    assert (status_of(record).phase, step_of(record)) == ("Committed", 62)
 
 
 @pytest.mark.fault("The coordinator restarts between a request to save and its commit")
@@ -157,14 +180,14 @@ def test_a_coordinator_that_does_not_know_a_request_gets_it_again() -> None:
     last = decide(world(checkpoints=(request(),), coordinator={"version": 7}), now())
     last = later(7)
     assert not only(last, "call /v1/save-now"), "the state is older than the request"
-    last = later(8, save_tokens=("before-lunch",))
+    last = later(8, save_tokens=(ASKED,))
     assert not only(last, "call /v1/save-now")
     last = later(1)
     (again,) = only(last, "call /v1/save-now")
-    assert again.message.token == "before-lunch"
+    assert again.message.token == ASKED
     last = later(1)
     assert not only(last, "call /v1/save-now")
-    last = later(2, save_tokens=("before-lunch",))
+    last = later(2, save_tokens=(ASKED,))
     assert not only(last, "call /v1/save-now")
     done = world(committed=persisted(45), checkpoints=(waiting,), memory=last.memory)
     (record,) = only(decide(done, now(1003.0)), "change Checkpoint")
@@ -198,7 +221,7 @@ def test_an_interrupted_record_waits_for_its_own_step() -> None:
 def test_without_a_store_a_request_is_recorded_when_it_is_replicated() -> None:
     first = decide(world(checkpoints=(request(),), store=None), now())
     (ask,) = only(first, "call /v1/save-now")
-    assert ask.message.token == "before-lunch"
+    assert ask.message.token == ASKED
     done = decide(
         world(
             checkpoints=(request(phase="InProgress"),),

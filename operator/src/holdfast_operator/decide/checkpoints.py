@@ -616,9 +616,9 @@ def _request_save(
     shared = next((r for r in sent if r.after_step == trained), None)
     if shared is not None:
         return [], shared
-    # The newest name is the token. A coordinator ignores a token that it knows, and after a restart of the
-    # operator older requests may be sent a second time together with a new one.
-    token = unsent[-1].name
+    # A coordinator ignores a token that it knows. After a restart of the operator, no commit is known to be
+    # later than the request. So another save is requested if a step has been finished since.
+    token = f"{unsent[-1].name} after {trained}"
     save = world.call_coordinator(CallPath.SAVE, GangRequest(world.round, token))
     if not save:
         return [], None
