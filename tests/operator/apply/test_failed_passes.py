@@ -93,6 +93,17 @@ async def test_an_error_of_a_call_is_reported_when_it_does_not_pass() -> None:
     assert "no answer" in bed.reconciled[1]
 
 
+@pytest.mark.fault("A webhook fails each write of the operator, by another connection each time")
+async def test_an_error_whose_numbers_differ_is_the_same_error() -> None:
+    bed = Bed()
+    for port in (41234, 41240, 41301, 41302):
+        text = f"failed calling webhook: read tcp 10.1.2.3:{port}->10.96.0.9:443: i/o timeout"
+        await bed.fail(ApiError(500, "InternalError", text))
+    assert bed.reconciled is not None
+    assert ":41301->" in bed.reconciled[1]
+    assert bed.writes() == 1
+
+
 async def test_a_condition_that_could_not_be_written_is_written_later() -> None:
     bed = Bed()
     bed.api.refuse = {("PATCH", "trainingjobs"): ApiError(None, "", "away")}

@@ -8,6 +8,7 @@ with the resourceVersion of that read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -32,6 +33,8 @@ FAULTS_IN_A_ROW = 3
 """Passes in a row that end with the same HoldfastError before it is reported. Most are over by the next pass,
 such as a time-out of the API server. Any other exception is reported at once."""
 _MAX_CHARACTERS = 1024
+_NUMBERS = re.compile(r"\d+")
+"""What differs between two texts of one error, such as the port of a connection or a resourceVersion."""
 _NO_REFUSALS = (401, 408, 409, 429)
 """Status codes between 400 and 499 that say nothing about the contents of a request."""
 
@@ -107,6 +110,7 @@ class Reports:
         cause = text
         if isinstance(error, ActionsFailed):  # the number of failed actions may differ in each pass
             text, cause, error = str(error)[:_MAX_CHARACTERS], str(error.first), error.first.error
+        cause = _NUMBERS.sub("0", cause)
         known, count = self._failed.get(job.uid, ("", 0))
         count = count + 1 if known == cause else 1
         self._failed[job.uid] = (cause, count)
