@@ -246,6 +246,20 @@ def test_a_gang_is_not_stopped_while_its_store_is_away() -> None:
     becomes(life, 3)
 
 
+@pytest.mark.fault("The object store goes away when the number of workers changes")
+def test_a_gang_whose_last_step_did_not_reach_the_store_waits_for_it() -> None:
+    life = trained(every=5)
+    round_ = life.status.restart_round or 0
+    life.cluster.store.away = True
+    life.change_spec(workers=3)
+    life.run(120)
+    assert resizing(life)[:2] == ("True", Reason.STORE_UNAVAILABLE)
+    assert life.status.is_true(JobCondition.RUNNING)
+    assert life.status.restart_round == round_ + 1, "it stopped once, before the outage was known"
+    life.cluster.store.away = False
+    becomes(life, 3)
+
+
 def goes_back(life: Life) -> None:
     life.run(120, until=lambda s: s.resize is not None and s.resize.refused_workers == 3)
     becomes(life, 4)

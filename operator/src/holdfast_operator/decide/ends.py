@@ -473,18 +473,18 @@ def stopped_and_saved(world: World) -> bool:
 def stopped_for_nothing(world: World) -> tuple[Failure, ...]:
     """Return a failure if the gang stopped for a suspension or a resize and must start again in its pods.
 
-    Either the stop is no longer wanted, or the newest step did not reach the store.
+    Either the newest step did not reach the store, or the stop is no longer wanted.
     """
     if not stop_requested(world.status) or not _stopped(world):
         return ()
+    if _unsaved(world):
+        text = "the gang stopped, but the object store lacks the newest step"
+        return (Failure(Reason.NOT_PERSISTED, text, disruption=True),)
     if not world.spec.suspend and not may_resize(world):
         text = "the gang was asked to stop, and this is no longer wanted"
         if asked_for(world.status, JobCondition.SUSPENDED):
             text = "the gang stopped for a suspension, and spec.suspend is false again"
         return (Failure(Reason.RESUMED, text, disruption=True),)
-    if _unsaved(world):
-        text = "the gang stopped, but the object store lacks the newest step"
-        return (Failure(Reason.NOT_PERSISTED, text, disruption=True),)
     return ()
 
 
