@@ -365,6 +365,18 @@ def test_a_namespace_that_ends_is_not_held(bed: Bed) -> None:
     assert (bed.objects, bed.steps) == (set(), {1})
 
 
+@pytest.mark.fault("A webhook of the cluster fails for the pod that deletes data")
+def test_a_pod_that_a_webhook_refuses_holds_nothing(bed: Bed) -> None:
+    bed.job("gone")
+    bed.delete(bed.checkpoint(1, deletionPolicy="DeleteData"))
+    text = 'Internal error occurred: failed calling webhook "pods.example.com"'
+    bed.api.refuse["POST", "pods"] = ApiError(500, "InternalError", text)
+    bed.run(RELEASE_SECONDS + 60)
+    assert (bed.objects, bed.steps) == (set(), {1})
+    (kept,) = bed.events("DataKept")
+    assert text in kept
+
+
 @pytest.mark.fault("A CheckpointStore is deleted before the Checkpoints whose data it has")
 def test_a_store_that_is_gone_holds_nothing(bed: Bed) -> None:
     bed.job("gone")

@@ -420,6 +420,7 @@ async def test_a_round_from_its_begin_to_its_result() -> None:
 
 
 FULL = ApiError(403, "Forbidden", "pods is forbidden: exceeded quota: team, used: pods=8")
+WEBHOOK = ApiError(500, "InternalError", "Internal error occurred: failed calling webhook pods")
 
 
 @pytest.mark.fault("The quota of a namespace has no room for the pods of its store")
@@ -433,12 +434,24 @@ async def test_a_drill_whose_pod_does_not_fit_ends_and_says_why() -> None:
     assert place.available() == ("True", "Probed"), "the store is as good as before"
 
 
-async def test_a_new_store_says_that_its_probe_does_not_fit() -> None:
+@pytest.mark.fault("A webhook of the cluster fails for the pods of a store")
+@pytest.mark.parametrize("error", [FULL, WEBHOOK], ids=["quota", "webhook"])
+async def test_a_new_store_says_that_its_probe_is_refused(error: ApiError) -> None:
     place = Place()
     del place.store["status"]
-    place.api.refuse["POST", "pods"] = FULL
+    place.api.refuse["POST", "pods"] = error
     await place.passes()
     assert place.available() == ("False", "ProbeRefused")
+    assert str(error) in place.store["status"]["conditions"][0]["message"]
+
+
+async def test_an_api_server_that_does_not_answer_says_nothing_about_a_new_store() -> None:
+    place = Place()
+    del place.store["status"]
+    place.api.refuse["POST", "pods"] = ApiError(503, "ServiceUnavailable", "starting")
+    with pytest.raises(ApiError):
+        await place.passes()
+    assert "status" not in place.store
 
 
 async def test_a_probe_that_does_not_fit_says_nothing_about_a_store_that_was_available() -> None:

@@ -71,22 +71,20 @@ class CommandRuns:
         self, store: CheckpointStore, command: StoreCommand
     ) -> CommandUnderway | CommandFailed:
         body = render_command(store, command, self._sidecar)
-        refusal = await self._cluster.refusal_of_pod(store.namespace, body)
-        if refusal is not None:
-            return self._refused(command, refusal)
         try:
-            await self._cluster.create_owned(body)
+            why = await self._cluster.refusal_of_pod(store.namespace, body)
+            if why is None:
+                await self._cluster.create_owned(body)
         except NameTakenError as error:
             return CommandFailed(CommandFailure.REFUSED, str(error))
         except ApiError as error:
-            if error.status != FORBIDDEN:
+            # `refusal_of_pod` passes over an exceeded quota, because the pods of jobs wait for it. A webhook
+            # that fails has the status of a server that is sick, and may last as long as a refusal.
+            if error.status != FORBIDDEN and "webhook" not in str(error):
                 raise
-            # `refusal_of_pod` passes over an exceeded quota, because the pods of jobs wait for it.
-            return self._refused(command, str(error))
-        return CommandUnderway()
-
-    @staticmethod
-    def _refused(command: StoreCommand, why: str) -> CommandFailed:
+            why = str(error)
+        if why is None:
+            return CommandUnderway()
         text = f"the {command.verb}'s pod cannot be created in the namespace: {why}"
         return CommandFailed(CommandFailure.REFUSED, text)
 
