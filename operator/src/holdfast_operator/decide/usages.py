@@ -53,8 +53,8 @@ PRESSURE = 0.8
 LIMIT_SECONDS = 900
 """Longest time of a listing: about 10 million objects at 100 pages of 1,000 a second, and a sweep."""
 MAX_NAMED_JOBS = 2000
-"""Most jobs of a location whose orphans are swept. Their uids are in one variable of the pod, and a job that
-were missing there would count as unknown to this cluster."""
+"""Most jobs whose uids are in one variable of the pod. One that is missing there counts as unknown to this
+cluster: what its newest round has uploaded stays."""
 
 
 # --------------------------------------------------------------------------- when
@@ -86,12 +86,13 @@ def request_of(
     Args:
         running: The jobs of this cluster that use this location, by whatever CheckpointStore, and that may
             upload or do so again.
-        ended: Those that upload nothing more.
+        ended: Those that upload nothing more. As many of them are named as there is room for.
     """
-    if len(running) + len(ended) > MAX_NAMED_JOBS:
+    if len(running) > MAX_NAMED_JOBS:
         return UsageContract()
     after = parse_duration(store.spec.usage.sweep_orphans_after)
-    return UsageContract(int(after.total_seconds()), tuple(sorted(running)), tuple(sorted(ended)))
+    named = tuple(sorted(ended))[: MAX_NAMED_JOBS - len(running)]
+    return UsageContract(int(after.total_seconds()), tuple(sorted(running)), named)
 
 
 def listing_command(store: CheckpointStore, request: UsageContract) -> StoreCommand:
