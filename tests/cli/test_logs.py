@@ -12,8 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from kubernetes import client
 
-from holdfast_cli.cluster import ClusterClient
-from holdfast_cli.errors import NotFound, StateError, UsageError
+from holdfast_cli.cluster import READ_TRIES, ClusterClient
+from holdfast_cli.errors import NotFound, StateError, Unanswered, UsageError
 from holdfast_cli.logs import (
     MAX_LINE_BYTES,
     JobLogs,
@@ -188,6 +188,8 @@ class Played:
         self.exists = True
         self.away = 0
         """Number of next reads of the job that are refused."""
+        self.cut = 0
+        """Number of next answers, other than logs, whose connection breaks before the last byte."""
         self.uid = "u"
         self.pods: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, list[Callable[[Any], None]]] = {}
@@ -274,6 +276,9 @@ def played() -> Iterator[Played]:
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            if found.cut:
+                found.cut -= 1
+                body, self.close_connection = body[:-1], True
             self.wfile.write(body)
             return None
 
@@ -318,6 +323,16 @@ def shown(cluster: ClusterClient, notes: list[str] | None = None, **options: Any
 
     (logs.follow if options.get("follow") else logs.show)(show)
     return found
+
+
+@pytest.mark.fault("The connection to the API server breaks in the middle of an answer")
+def test_an_answer_that_is_cut_is_read_again(played: Played, cluster: ClusterClient) -> None:
+    name = played.add(0)
+    played.cut = READ_TRIES - 1
+    assert [pod["metadata"]["name"] for pod in cluster.pods("")] == [name]
+    played.cut = READ_TRIES
+    with pytest.raises(Unanswered, match="cannot be reached"):
+        cluster.pods("")
 
 
 def test_the_logs_of_all_pods_are_merged_by_time(played: Played, cluster: ClusterClient) -> None:

@@ -237,13 +237,26 @@ class ClusterClient:
         """
         return json.loads(self.answer(call, *arguments, tries=tries, **options).data)
 
-    def answer(self, call: str, *arguments: Any, tries: int = READ_TRIES, **options: Any) -> Any:
-        """Return the answer to a call of the Kubernetes client: `headers` and the unread `data`."""
+    def answer(
+        self,
+        call: str,
+        *arguments: Any,
+        tries: int = READ_TRIES,
+        is_streamed: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Return the answer to a call of the Kubernetes client: `headers`, and `data` unless it is streamed.
+
+        A connection may break in the middle of the data, which is then read again.
+        """
         kind, _, method = call.partition(".")
         bound = getattr(getattr(client, kind)(self.api), method)
 
         def request(*_: Any, **more: Any) -> Any:
-            return bound(*arguments, _preload_content=False, **{**more, **options})
+            reply = bound(*arguments, _preload_content=False, **{**more, **options})
+            if not is_streamed:
+                _ = reply.data  # which keeps what it has read
+            return reply
 
         return self._request(_words(method, arguments), request, "trainingjobs", tries=tries)
 
@@ -269,6 +282,7 @@ class ClusterClient:
             self.namespace,
             container=container,
             timestamps=True,
+            is_streamed=True,
             _request_timeout=LOG_SECONDS,
             **since,
             **options,
@@ -457,9 +471,10 @@ def _served(api: Any) -> list[str]:
         reply = client.ApisApi(api).get_api_versions(
             _preload_content=False, _request_timeout=REQUEST_SECONDS
         )
+        document = json.loads(reply.data)
     except (ApiException, HTTPError, OSError):
         return []
-    groups = {group["name"]: group["versions"] for group in json.loads(reply.data)["groups"]}
+    groups = {group["name"]: group["versions"] for group in document["groups"]}
     versions = [str(one["version"]) for one in groups.get(GROUP, [])]
     return [] if VERSION in versions else versions
 
