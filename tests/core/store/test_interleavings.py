@@ -352,10 +352,10 @@ class Interleavings(RuleBasedStateMachine):
             self.tasks.remove(task)
             self.assert_no_error(task)
 
-    @rule()
-    def crash(self) -> None:
-        """The coordinator dies. A deletion that it has sent may still be carried out later."""
-        dying = ("save", "sweep", "sweep of the store")
+    @rule(deletions_die=st.booleans())
+    def crash(self, deletions_die: bool) -> None:
+        """The coordinator dies. The deletions die with it, or those it has sent are carried out later."""
+        dying = ["save", "sweep", "sweep of the store"] + ["delete"] * deletions_die
         for task in [t for t in self.tasks if t.kind in dying]:
             task.actor.kill()
             self.assert_no_error(task)
@@ -435,6 +435,7 @@ def sweep_everything(objects: ObjectStore, ended: Collection[JobUid] = ()) -> No
     sweep_orphans(tier, usage_of(tier, timedelta(0)), timedelta(0), ended=ended)
 
 
+@pytest.mark.fault("A process is killed while it deletes a checkpoint")
 class TestInterleavings(Interleavings.TestCase):
     settings = settings(
         max_examples=200,

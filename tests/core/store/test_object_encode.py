@@ -28,7 +28,6 @@ DATA = weights(5 * CHUNK + 100)
 
 def pack_of(reader: DiskShardReader) -> CompressedPack:
     index = unshared_index(Trailer(reader.record, reader.table))
-    assert index is not None
     return CompressedPack(reader, index, bytes([4] * len(index.places)))
 
 
@@ -48,7 +47,6 @@ def test_the_parts_make_up_the_object(tmp_path: Path, part_bytes: int) -> None:
         assert (part.length_bytes, part.crc32c) == (len(body), crc32c(body))
     index = unpack_index(whole[-index_bytes_of(whole[-FOOTER.size :]) :], len(whole))
     assert index == pack.index
-    assert index.coding is not None
     place = bytearray(CHUNK)
     stored = memoryview(whole)[index.coding.starts[2] : index.coding.starts[3]]
     ChunkDecoder().decode(stored, index.coding.widths[2], memoryview(place))

@@ -29,6 +29,7 @@ from tests.support.servers.store_server import (
     prefix_policy,
 )
 from tests.support.shards.builders import shard_header
+from tests.support.shards.replicas import Compressing
 from tests.support.shards.shard_files import write_shard
 from tests.support.tiers.objects import MemoryObjectStore
 from tests.support.tiers.store_bench import MIB, Bench
@@ -170,6 +171,13 @@ def tier(server: StoreServer, store: StoreConfig, quick: Retrier) -> Iterator[Ob
     tier = s3_tier(store, server.credentials, retrier=quick)
     yield tier
     tier.close()
+
+
+@pytest.fixture
+def gang(tmp_path: Path, tier: ObjectTier) -> Iterator[Compressing]:
+    found = Compressing(tmp_path, tier)
+    yield found
+    found.close()
 
 
 @pytest.fixture

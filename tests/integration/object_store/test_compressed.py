@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,13 +28,6 @@ from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20
-
-
-@pytest.fixture
-def gang(tmp_path: Path, tier: ObjectTier) -> Iterator[Compressing]:
-    found = Compressing(tmp_path, tier)
-    yield found
-    found.close()
 
 
 def last_object(server: StoreServer, key: str, tmp_path: Path) -> bytes:
@@ -80,7 +73,6 @@ def test_noise_is_stored_as_it_is_and_counted(
     floats = weights(2 * MIB)
     gang.write(1, payload(3 * MIB) + floats)
     stored = gang.compress(1, 0)
-    assert stored.coding is not None
     assert stored.coding.widths == bytes([PLAIN] * 12 + [WIDTH] * 8)
     assert counted == [(5 * MIB, stored.stored_bytes)]
     gang.assert_comes_back(1, 0)
@@ -92,7 +84,6 @@ def test_a_range_of_chunks_is_a_range_of_the_object(
 ) -> None:
     gang.write(1, weights(9 * MIB))
     stored = gang.compress(1, 0)
-    assert stored.coding is not None
     gang.tier = proxied
     gang.assert_ranges_come_back(1, 0, [range(20, 24)])
     asked = [seen for seen in proxy.requests if seen.method == "GET"][-1]
@@ -105,7 +96,6 @@ def test_a_range_of_chunks_is_a_range_of_the_object(
 
 
 def in_chunk(index: PackIndex, chunk: int, offset: int) -> int:
-    assert index.coding is not None
     return index.coding.starts[chunk] + offset
 
 
@@ -122,14 +112,12 @@ def flipped(offset: int) -> Damage:
 
 def again(index: PackIndex, lengths: list[int], chunks: bytes) -> bytes:
     """Return a pack with a valid index that states these lengths."""
-    assert index.coding is not None
     coding = Coding.of(lengths, index.coding.widths)
     return chunks + pack_index(replace(index, coding=coding))
 
 
 def shifted(index: PackIndex, data: bytes) -> bytes:
     """Return a pack with a wrong index: chunk 3 ends, and chunk 4 begins, one byte too late."""
-    assert index.coding is not None
     lengths = index.coding.lengths
     lengths[3], lengths[4] = lengths[3] + 1, lengths[4] - 1
     return again(index, lengths, data[: index.stored_bytes])
@@ -140,7 +128,6 @@ def swapped(index: PackIndex, data: bytes) -> bytes:
 
     The index matches the exchanged lengths, so each decodes to the other's bytes.
     """
-    assert index.coding is not None
     starts, lengths = index.coding.starts, index.coding.lengths
     lengths[3], lengths[4] = lengths[4], lengths[3]
     chunks = data[: starts[3]] + data[starts[4] : starts[5]] + data[starts[3] : starts[4]]
@@ -149,7 +136,6 @@ def swapped(index: PackIndex, data: bytes) -> bytes:
 
 def bomb(index: PackIndex, data: bytes) -> bytes:
     """Return a pack with a plane that decompresses to the 64 MiB that its header states."""
-    assert index.coding is not None
     starts, lengths = index.coding.starts, index.coding.lengths
     plane = zstandard.ZstdCompressor(level=19).compress(b"\0" * (64 * MIB))
     chunk = array("I", [len(plane), 0, 0, 0]).tobytes() + plane

@@ -50,13 +50,6 @@ pytestmark = pytest.mark.integration
 MIB = 1 << 20
 
 
-@pytest.fixture
-def gang(tmp_path: Path, tier: ObjectTier) -> Iterator[Compressing]:
-    found = Compressing(tmp_path, tier)
-    yield found
-    found.close()
-
-
 def test_what_is_there_is_looked_at_by_the_caller(
     gang: Compressing, proxied: ObjectTier, proxy: HostileProxy
 ) -> None:

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.support.hang import HANG_SECONDS
 from tests.support.servers.hostile_s3 import Answer, HostileProxy, Replace, Seen, on
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import JOB_UID, rank_layout, shard_file, shard_header
-from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
-from tests.support.tiers.stores import s3_tier
+from tests.support.shards.shard_files import CopyWriters, write_shard
 
+from holdfast.testing.object_store_contract import WRITERS, at_once
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
     AccessDeniedError,
-    AlreadyExistsError,
     CorruptionError,
     TierError,
 )
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
 from holdfast_core.store.s3.client import S3Client
-from holdfast_core.store.s3.credentials import FileCredentials
-from holdfast_core.store.s3.errors import Retrier
 from holdfast_core.store.tier import ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20
 NAMESPACE = "team-a"
-SIZES = {"empty": 0, "small": 70_001, "one-part": 4 * MIB, "parts": 11 * MIB + 4097}
 
 
 def checkpoint(step: int, restart_round: int = 0) -> CheckpointId:
@@ -54,26 +47,6 @@ def unfinished(client: S3Client, tier_prefix: str, ref: ShardRef) -> int:
     return len(client.list_uploads(key)[0])
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
-def test_a_shard_comes_back_as_it_was(
-    tmp_path: Path, tier: ObjectTier, server: StoreServer, store: StoreConfig, size: int
-) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    target.mkdir()
-    with write_shard(source, shard_header(size), os.urandom(size)) as reader:
-        tier.upload_shard(NAMESPACE, reader)
-        ref = reader.record.ref
-        assert tier.download_shard(NAMESPACE, ref, CopyWriters(target)) == reader.record
-        assert unfinished(S3Client(store, server.credentials), store.prefix, ref) == 0
-    (before,), (after,) = source.iterdir(), target.iterdir()
-    assert after.read_bytes() == before.read_bytes()
-    assert keys_below(server, store.prefix) == [
-        f"{store.prefix}/team-a/{JOB_UID}/shards/s000000000010-r000000/"
-        f"rank000000-{ref.blake3[3:19]}.shard"
-    ]
-
-
 @pytest.mark.parametrize("size", [70_001, 11 * MIB], ids=["whole", "parts"])
 def test_the_second_upload_sends_no_bytes(
     tmp_path: Path, tier: ObjectTier, proxied: ObjectTier, proxy: HostileProxy, size: int
@@ -82,39 +55,6 @@ def test_the_second_upload_sends_no_bytes(
         tier.upload_shard(NAMESPACE, reader)
         proxied.upload_shard(NAMESPACE, reader)
     assert [seen.method for seen in proxy.requests] == ["HEAD"]
-
-
-@pytest.mark.parametrize("size", [70_001, 11 * MIB], ids=["whole", "parts"])
-def test_something_else_under_the_key_is_never_overwritten(
-    tmp_path: Path, tier: ObjectTier, server: StoreServer, store: StoreConfig, size: int
-) -> None:
-    with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
-        tier.upload_shard(NAMESPACE, reader)
-        (key,) = keys_below(server, store.prefix)
-        with (tmp_path / "other").open("w+b") as file:
-            file.write(b"other")
-            file.seek(0)
-            server.admin().put_object(server.bucket, key, file, 5)
-        with pytest.raises(AlreadyExistsError, match="found 5 bytes"):
-            tier.upload_shard(NAMESPACE, reader)
-    answer = server.admin().get_object(server.bucket, key)
-    assert answer.read() == b"other"
-    answer.close()
-
-
-@pytest.mark.parametrize("size", [200_000, 11 * MIB], ids=["whole", "parts"])
-def test_a_shard_that_went_bad_on_the_node_is_not_stored(
-    tmp_path: Path, tier: ObjectTier, server: StoreServer, store: StoreConfig, size: int
-) -> None:
-    """The store refuses the bytes, because the checksum in the request is that of the original tensors."""
-    with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
-        (path,) = tmp_path.iterdir()
-        flip_bit(path, 4096 + 1000)
-        with pytest.raises(CorruptionError, match="chunk"):
-            tier.upload_shard(NAMESPACE, reader)
-        client = S3Client(store, server.credentials)
-        assert unfinished(client, store.prefix, reader.record.ref) == 0
-    assert keys_below(server, store.prefix) == []
 
 
 def test_a_shard_that_is_another_one_is_refused(
@@ -203,63 +143,16 @@ def test_a_checkpoint_is_deleted_manifest_first_and_nothing_else_is(
     proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(100))
 
 
-WRITERS = 8
-
-
-def race(action: Callable[[int], object]) -> list[object]:
-    """Return the results or errors of 8 writers that start together."""
-    start = threading.Barrier(WRITERS)
-
-    def run(number: int) -> object:
-        start.wait(HANG_SECONDS)
-        try:
-            return action(number)
-        except AlreadyExistsError as error:
-            return error
-
-    with ThreadPoolExecutor(WRITERS) as threads:
-        return list(threads.map(run, range(WRITERS)))
-
-
-def test_eight_writers_of_different_manifests_one_wins(tier: ObjectTier) -> None:
-    for step in range(10):
-        documents = [b'{"writer":%d}' % number for number in range(WRITERS)]
-        results = race(
-            lambda n, s=step, d=documents: tier.put_manifest(  # type: ignore[misc]
-                NAMESPACE, JOB_UID, checkpoint(s), d[n]
-            )
-        )
-        winners = [n for n, r in enumerate(results) if not isinstance(r, AlreadyExistsError)]
-        assert len(winners) == 1
-        stored = tier.get_manifest(NAMESPACE, JOB_UID, checkpoint(step))
-        assert stored == documents[winners[0]]
-
-
 @pytest.mark.parametrize("size", [100_000, 6 * MIB], ids=["whole", "parts"])
 def test_eight_writers_of_the_same_shard_leave_one_object_and_no_upload(
     tmp_path: Path, tier: ObjectTier, server: StoreServer, store: StoreConfig, size: int
 ) -> None:
     with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
-        results = race(lambda _: tier.upload_shard(NAMESPACE, reader))
-        assert results == [None] * WRITERS
+        errors = at_once(lambda _: tier.upload_shard(NAMESPACE, reader))
+        assert errors == [None] * WRITERS
         client = S3Client(store, server.credentials)
         assert unfinished(client, store.prefix, reader.record.ref) == 0
     assert len(keys_below(server, store.prefix)) == 1
-
-
-def test_keys_that_are_corrected_are_used_without_a_restart(
-    tmp_path: Path, server: StoreServer, store: StoreConfig, quick: Retrier
-) -> None:
-    right = server.credentials.keys
-    (tmp_path / "accessKey").write_text(right.access_key)
-    (tmp_path / "secretKey").write_text("wrong-for-now")
-    tier = s3_tier(store, FileCredentials(tmp_path), retrier=quick)
-    with pytest.raises(AccessDeniedError, match="SignatureDoesNotMatch") as caught:
-        tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(1), b"{}")
-    assert "wrong-for-now" not in str(caught.value)
-    (tmp_path / "secretKey").write_text(right.secret_key)
-    tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(1), b"{}")
-    tier.close()
 
 
 @pytest.mark.fault("A reply of success to a deletion says that objects were not deleted")

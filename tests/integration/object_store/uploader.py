@@ -34,7 +34,6 @@ def main(config: str, path: str, ref: str, index: str = "", width: str = "") -> 
     with DiskShardReader.open(Path(path), wanted, BufferPool(1 << 20, keep=2)) as reader:
         if width:
             whole = unshared_index(Trailer(reader.record, reader.table))
-            assert whole is not None
             tier.upload_encoded("team-a", reader, whole, bytes([int(width)] * len(whole.places)))
         elif not index:
             tier.upload_shard("team-a", reader)

@@ -114,6 +114,7 @@ class ObjectTierContract:
             with pytest.raises(CorruptionError, match="chunk"):
                 tier.upload_shard(NAMESPACE, reader)
         assert everything(objects, "") == []
+        assert list(objects.unfinished("")) == []
 
     def test_replicas_and_later_steps_store_common_chunks_once(
         self, gang: Compressing, objects: ObjectStore
