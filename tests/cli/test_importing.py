@@ -43,7 +43,6 @@ def test_an_object_is_what_the_operator_would_have_called_it() -> None:
     assert found.name == checkpoint(10, 0).name
     assert (found.job, found.spec.step, found.awaits_record) == ("job", 10, True)
     stored = found.spec.stored
-    assert stored is not None
     assert (stored.job_uid, stored.store_ref.name, stored.world_size) == (UID, "main", 2)
     assert found.spec.deletion_policy == "Retain"
 

@@ -56,7 +56,6 @@ PODS = [pod(0, 0), pod(1, 1)]
 @pytest.mark.parametrize("labels", [None, {}, {"holdfast.dev/game-days": "no"}])
 def test_a_namespace_without_the_label_is_left_alone(labels: dict[str, str] | None) -> None:
     obstacle = obstacle_to_game_days({"metadata": {"name": "team-a", "labels": labels}})
-    assert obstacle is not None
     assert "kubectl label namespace team-a holdfast.dev/game-days=allowed" in obstacle
 
 
@@ -168,7 +167,6 @@ def rank() -> Any:
         "time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     child = int(process.stdout.readline())
     yield process
     for pid in (child, process.pid):
@@ -228,7 +226,6 @@ def played_exec(frames: list[bytes], refusal: bytes = b"") -> Any:
                 connection.sendall(refusal)
                 return
             key = re.search(rb"(?i)sec-websocket-key: (\S+)", head)
-            assert key is not None
             digest = hashlib.sha1(key[1] + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest()
             connection.sendall(
                 b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"

@@ -36,7 +36,6 @@ def start(folder: Path, memory: Path) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     until(lambda: len(marked(folder)) == 2, "both processes to carry the mark")
     return process
@@ -50,7 +49,6 @@ def test_its_processes_end_with_a_demo_for_every_cause(
     folder, memory = tmp_path / "demo", tmp_path / "memory"
     process = start(folder, memory)
     if ending is None:
-        assert process.stdin is not None
         process.stdin.close()
     else:
         process.send_signal(ending)

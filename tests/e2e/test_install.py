@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("installed_again")]
 
 def operator_spec(kube: Kube) -> dict:
     pod = kube.pod(install.NAMESPACE, str(install.operator_pod(kube)))
-    assert pod is not None
     return pod["spec"]
 
 

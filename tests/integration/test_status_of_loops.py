@@ -141,15 +141,11 @@ def test_the_status_is_true_while_it_runs_and_final_at_the_end(
     status = run.cluster.job.status
     assert status.is_true(JobCondition.COMPLETE)
     assert status.step == status.last_committed_step == STEPS
-    assert status.last_persisted is not None
     assert status.last_persisted.step == STEPS
-    assert status.goodput is not None
     assert status.goodput.training_seconds >= 0.05 * STEPS / 2
     assert 0.0 < status.goodput.ratio < 1.0
     record = status.last_recovery
-    assert record is not None
     assert (record.reason, record.workers) == (reason, (1,))
-    assert record.sources is not None
     assert record.sources.keys() <= {"memory", "node"}, "all pods stayed"
     assert sum(record.sources.values()) == WORKERS
     if reason is Reason.HUNG:

@@ -75,7 +75,6 @@ def test_the_load_ends_when_the_tool_is_killed() -> None:
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     with tool:
-        assert tool.stdout is not None
         pid = int(tool.stdout.readline())
         assert is_alive(pid)
         os.kill(tool.pid, signal.SIGKILL)

@@ -39,7 +39,6 @@ def test_each_process_records_the_first_call_of_each_function_within_the_walk(
         env={**os.environ, **recording.environment()},
     )
     assert process.stdin is not None
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     with recording.walk():
         process.stdin.write("\n")

@@ -598,7 +598,6 @@ def test_a_kill_at_any_moment_loses_no_committed_step(tmp_path: Path, whom: str)
         victim.wait()
         until(lambda pids=persisters: not any(map(is_alive, pids)), "no orphans")  # type: ignore[misc]
     last = start()
-    assert last.stdout is not None
     assert int(last.stdout.readline()) > promised
     last.terminate()
     last.communicate(timeout=HANG_SECONDS)

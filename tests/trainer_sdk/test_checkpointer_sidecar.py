@@ -154,7 +154,6 @@ def test_both_slots_busy_skips_and_counts(sidecar: WatchedSidecar) -> None:
         state = {"t": torch.zeros(1)}
         handles = [ckpt.save(step, state) for step in (1, 2, 3)]
         assert ckpt.saves_skipped == 1
-        assert handles[2].failure is not None
         assert "skipped" in handles[2].failure
         ckpt.close(wait=False)  # no process will empty the slots
 

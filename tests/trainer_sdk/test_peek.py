@@ -49,7 +49,6 @@ def state_of(seen: int = 0) -> dict[str, Any]:
 
 
 def expect_step_2(found: holdfast.RestorePoint | None) -> None:
-    assert found is not None
     assert found.step == 2
     assert found.tensors == {
         "model.weight": TensorInfo("float32", (2, 3)),
@@ -122,7 +121,6 @@ def test_a_restore_loads_the_step_that_was_looked_at(tmp_path: Path) -> None:
         trains.save(1, training.state).wait(timeout=HANG_SECONDS)
         with holdfast.Checkpointer(dir=tmp_path) as looks:
             found = looks.peek()
-            assert found is not None
             assert found.step == 1
             trains.save(2, training.state).wait(timeout=HANG_SECONDS)
             assert looks.restore(other.state) == 1
@@ -135,7 +133,6 @@ def test_after_a_save_the_newest_checkpoint_is_shown_and_restored(tmp_path: Path
             training.step()
             ckpt.save(step, training.state)
             found = ckpt.peek()
-            assert found is not None
             assert found.step == step
             assert ckpt.restore(training.state) == step
 
@@ -164,11 +161,9 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
     damage(tmp_path, 2, bytes([7, 77, 2, 7]))
     with holdfast.Checkpointer(dir=tmp_path) as ckpt:
         found = ckpt.peek()
-        assert found is not None
         assert found.step == 2
         assert ckpt.restore(state) == 1
         found = ckpt.peek()
-        assert found is not None
         assert found.step == 1
 
 
@@ -178,7 +173,6 @@ def test_damaged_objects_are_not_shown(tmp_path: Path) -> None:
     damage(tmp_path, 2, b"the objects")
     with holdfast.Checkpointer(dir=tmp_path) as ckpt:
         found = ckpt.peek()
-        assert found is not None
         assert found.step == 1
         assert ckpt.restore(state) == 1
     damage(tmp_path, 1, b"the objects")
@@ -252,7 +246,6 @@ def test_ranks_see_the_same_and_agree_on_an_older_step_if_it_is_damaged(tmp_path
     run_two_ranks(PROGRAM, tmp_path)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:  # one rank looks at what two saved
         found = ckpt.peek()
-    assert found is not None
     assert found.objects["data"]["position"] == 10
 
 

@@ -53,7 +53,6 @@ def test_tensors_are_loaded_by_name_and_cast_to_the_dtype_of_the_target(folder: 
 def test_without_names_it_shows_what_the_checkpoint_holds(folder: Path) -> None:
     with holdfast.Checkpointer(folder) as ckpt:
         found = ckpt.restore_tensors({})
-    assert found is not None
     shapes = {name: (one.dtype, one.shape) for name, one in found.tensors.items()}
     assert shapes == {
         "model.weight": ("float32", (2, 3)),

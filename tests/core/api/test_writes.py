@@ -145,7 +145,6 @@ def test_the_transition_time_follows_the_value(value: bool | None, moves: bool) 
     assert [c.type for c in after.conditions] == ["Failed", "Running"]
     assert after.conditions[0] == kept
     running = after.condition("Running")
-    assert running is not None
     assert running.last_transition_time == (later if moves else START)
     assert (running.reason, running.message, running.observed_generation) == (
         "Other",

@@ -123,7 +123,6 @@ def test_another_process_still_reads_the_deleted_shard(tmp_path: Path) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as reader:
-        assert reader.stdout is not None
         assert reader.stdout.readline() == b"\n"  # the file is open
         tier.delete_shard(old.ref)
         expect_intact(tier, save(tier, 3))
@@ -261,7 +260,6 @@ def test_counts_of_two_threads_end_with_the_newer_number(tmp_path: Path) -> None
     shard.write_bytes(bytes(1000))
     budget.meanwhile = lambda: spares.put_aside(shard)
     spares.count()
-    assert budget.other is not None
     budget.other.result(HANG_SECONDS)
     budget.threads.shutdown()
     assert budget.spare_bytes == 1000

@@ -126,7 +126,6 @@ def test_a_coding_that_cannot_be_is_not_read() -> None:
 
 def test_a_pack_can_contain_the_whole_shard() -> None:
     alone = unshared_index(TRAILER)
-    assert alone is not None
     assert (alone.earlier(), alone.base, alone.sources) == ({}, None, ())
     assert alone.payload_bytes_here == TRAILER.record.header.payload_bytes
 

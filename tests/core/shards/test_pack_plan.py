@@ -85,7 +85,6 @@ def test_a_replica_that_diverged_stores_what_differs() -> None:
     values = list(range(2 * BLOCK_CHUNKS))
     other = [*values[:3], 99, *values[4:]]
     step = saved(1, values, other)
-    assert step.packs[1] is not None
     assert step.packs[1].places[:5].tolist() == [1, 1, 1, 0, 1]
 
 
@@ -107,7 +106,6 @@ def test_a_frozen_base_is_taken_from_where_it_is_stored() -> None:
     first = saved(1, [*frozen, *range(100, 110)])
     second = saved(2, [*frozen, *range(110, 120)], base=first)
     third = saved(3, [*frozen, *range(120, 130)], base=second, older=tuple(second.needs))
-    assert third.packs[0] is not None
     assert third.packs[0].stored_bytes == 10 * CHUNK - 7
     assert third.needs == {first.checkpoint: 90 * CHUNK}
 
@@ -122,7 +120,6 @@ def test_tables_that_are_not_known_are_not_shared() -> None:
     values = list(range(3 * BLOCK_CHUNKS))
     step = saved(1, values, values, values, unknown={0: {1, 2}, 1: {2}})
     assert step.packs[0] is None
-    assert step.packs[1] is not None
     places = step.packs[1].places
     assert [places[block * BLOCK_CHUNKS] for block in range(3)] == [1, 0, 0]
 

@@ -61,7 +61,6 @@ def begin(sidecar: WatchedSidecar) -> None:
     state = sidecar.launcher_state(
         lambda s: s.store is not None and s.store.round == sidecar.round, "the store's address"
     )
-    assert state.store is not None
     sidecar.run(state.store.port)
 
 

@@ -68,7 +68,6 @@ def test_a_standby_takes_over_from_a_killed_leader_and_gives_the_lease_back_at_i
     second.until("the standby leads", lambda: leads(second) == 1)  # 0 while a renewal is late
     first.start_operator()
     first.until("it is a standby", lambda: "is a standby, operator-1 leads" in first.log())
-    assert second.process is not None
     second.process.send_signal(signal.SIGTERM)
     assert second.process.wait(timeout=HANG_SECONDS) == 0
     assert "the lease is given back" in second.log()
@@ -85,7 +84,6 @@ def test_a_leader_that_was_frozen_ends_and_changes_nothing(
     first: OperatorBed, second: OperatorBed
 ) -> None:
     """When it continues, it sees a lost pod in round 0, which the other operator has replaced in round 1."""
-    assert first.process is not None
     first.process.send_signal(signal.SIGSTOP)
     try:
         second.until("the standby leads", lambda: leads(second) == 1)

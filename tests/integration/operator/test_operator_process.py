@@ -102,7 +102,6 @@ def test_sigterm_ends_the_process_in_order(empty_bed: OperatorBed) -> None:
     empty_bed.start_operator()
     empty_bed.until("in sync", lambda: "in sync" in empty_bed.log())
     process = empty_bed.process
-    assert process is not None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=HANG_SECONDS) == 0
     assert "operator ends" in empty_bed.log()

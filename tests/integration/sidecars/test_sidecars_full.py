@@ -55,7 +55,6 @@ async def test_one_full_node_does_not_fill_the_others(gangs: Gangs, slots: int) 
             lambda s: [(f.reason, f.worker) for f in s.failures[:1]] == [("NodeVolumeFull", 1)],
             "the failure of worker 1",
         )
-        assert state.last_replicated is not None
         assert state.last_replicated.step == 1, "the newest committed step stays"
         assert any("rank000001" in name for name in shards_on(gang, 0)), "with its copies"
 

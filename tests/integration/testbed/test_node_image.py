@@ -10,5 +10,4 @@ from testbed import config, nodeimage
 def test_the_node_image_is_the_default_of_the_pinned_kind() -> None:
     source = nodeimage.kind_source() / "pkg/apis/config/defaults/image.go"
     found = re.search(r'^const Image = "(.*)"$', source.read_text(), re.M)
-    assert found is not None
     assert found.group(1) == config.KINDEST_NODE

@@ -295,7 +295,6 @@ async def test_an_unreadable_job_is_not_gone_and_goes_on_when_it_can_be_read() -
     await edge.look()
     assert edge.cache.jobs.get(job_key(NAMESPACE, "job")) is None
     hidden = edge.cache.unreadable.get("TrainingJob", NAMESPACE, "job")
-    assert hidden is not None
     assert hidden.problem.startswith("status.phase: Input should be")
     assert hidden.problem.endswith("found 'Hibernating'")
     assert edge.gone == []
@@ -323,7 +322,6 @@ async def test_a_job_created_again_while_the_old_one_could_not_be_read() -> None
     edge.api.put("trainingjobs", again)
     await edge.look()
     found = edge.cache.jobs.get(job_key(NAMESPACE, "job"))
-    assert found is not None
     assert found.uid == OTHER_UID
     assert edge.gone == [UID]
     assert edge.cache.job_uids() == {OTHER_UID}

@@ -112,7 +112,6 @@ def test_without_a_store_a_controller_that_deletes_all_pods_is_refused() -> None
     [write] = [a for a in actions(job, pod(0, "a"), owner=UNKIND) if isinstance(a, WriteStatus)]
     assert write.status.model_dump()["pods"] == ()
     found = write.status.condition(JobCondition.ADOPTED)
-    assert found is not None
     assert found.is_false
     assert "set checkpoint.object" in found.message
     assert found.message.endswith("or set a backoffLimit above 0")

@@ -245,6 +245,5 @@ def test_the_status_says_that_a_pod_is_created_again_exactly_if_it_is(
     decision = decide(observed, now())
     written = [a for a in decision.actions if isinstance(a, WriteStatus)]
     running = written[0].status.condition("Running")
-    assert running is not None
     assert part in running.message
     assert ("is created again, so that" in running.message) == (deletes(observed) != [])

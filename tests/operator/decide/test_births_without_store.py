@@ -46,7 +46,6 @@ def test_the_gang_waits_for_the_store_and_reports_it(observed: Observed, reason:
     assert not of_kind(decision.actions, "create Pod")
     (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]
     found = write.status.condition(JobCondition.RUNNING)
-    assert found is not None
     assert (found.status, found.reason) == ("False", reason)
     assert "no pod is created without it" in found.message
 

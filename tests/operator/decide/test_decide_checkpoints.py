@@ -430,7 +430,6 @@ def test_a_new_process_waits_with_the_routine_write_of_a_job_that_trains() -> No
     assert not only(decide(given, now(1039.0)), WriteStatus)
     (write,) = only(decide(given, now(1040.0)), WriteStatus)
     assert write.status.step == 43
-    assert write.status.goodput is not None and status.goodput is not None
     counted = write.status.goodput.training_seconds - status.goodput.training_seconds
     assert counted == 40.0, "the time since the start counts"
 

@@ -258,10 +258,8 @@ def test_failures(
     assert new.coordinator is None
     assert new.restarts == 1
     assert counting(new) == counts
-    assert new.last_recovery is not None
     assert (new.last_recovery.reason, new.last_recovery.round) == (reason, expected)
     restarting = new.condition(JobCondition.RESTARTING)
-    assert restarting is not None
     assert (restarting.status, restarting.reason) == ("True", reason)
     assert not new.is_true(JobCondition.RUNNING)
     assert new.phase == "Restarting"
@@ -319,7 +317,6 @@ def test_a_pod_that_was_evicted_keeps_this_reason_when_it_is_gone() -> None:
     found = begun(decide(gone, now()))
     assert found.confirm_gone == ("job-l2msg4-1-r0",)
     restarting = found.status.condition(JobCondition.RESTARTING)
-    assert restarting is not None
     assert restarting.reason == "PodEvicted"
     assert "pod job-l2msg4-1-r0: EvictionByEvictionAPI" in restarting.message
 
@@ -336,7 +333,6 @@ def test_a_pod_that_succeeds_while_its_gang_goes_on_fails_after_a_time(
     if begins:
         new = begun(later).status
         restarting = new.condition(JobCondition.RESTARTING)
-        assert restarting is not None
         assert restarting.reason == "PodSucceededEarly"
         assert new.members == (0, 4)
 
@@ -431,7 +427,6 @@ def test_a_leaving_pod_keeps_its_address_for_the_others() -> None:
 def test_a_dead_rank_of_a_worker_that_does_not_exist_begins_a_round(worker: int) -> None:
     dead = (DeadRank(Rank(1), Worker(1), 1, "boom"), DeadRank(Rank(9), Worker(worker), 1, "boom"))
     record = begun(decide(world(coordinator=state(dead=dead)), now())).status.last_recovery
-    assert record is not None
     assert record.workers == (1,)
 
 
@@ -466,7 +461,6 @@ def test_restart_budget(
     if ends:
         assert isinstance(first, WriteStatus)
         failed = first.status.condition(JobCondition.FAILED)
-        assert failed is not None
         assert failed.reason == Reason.BACKOFF_LIMIT_EXCEEDED
     else:
         begun(decision)
@@ -530,6 +524,5 @@ def test_a_container_that_ran_out_of_memory_is_reported_with_its_limit(
 ) -> None:
     failed = pod(1, phase=PodPhase.FAILED, reason="OOMKilled", trainer_exit_code=137, **changes)
     restarting = begun(decide(world(pods=(pod(0), failed)), now())).status.condition("Restarting")
-    assert restarting is not None
     assert restarting.reason == Reason.OOM_KILLED
     assert text in restarting.message

@@ -130,7 +130,6 @@ def test_problems_keep_the_first_round_from_beginning(
     decision = decide(Observed(job=job(2, **spec), **observed), now())
     (written,) = writes(decision)
     accepted = written.condition(JobCondition.ACCEPTED)
-    assert accepted is not None
     assert (accepted.status, accepted.reason) == (ConditionStatus.of(value), reason)
     assert written.phase == "Pending"
     assert not any(isinstance(a, BeginRound) or does(a, "create Pod") for a in decision.actions)
@@ -154,7 +153,6 @@ def test_the_message_of_the_server_is_in_the_condition() -> None:
     )
     (written,) = writes(decide(observed, now()))
     accepted = written.condition(JobCondition.ACCEPTED)
-    assert accepted is not None
     assert "403 SignatureDoesNotMatch" in accepted.message
 
 
@@ -334,7 +332,6 @@ def test_deadline() -> None:
     observed = Observed(job=job(2, late, active_deadline_seconds=100))
     (written,) = writes(decide(observed, now(100.0)))
     failed = written.condition(JobCondition.FAILED)
-    assert failed is not None
     assert failed.reason == Reason.DEADLINE_EXCEEDED
 
 
@@ -344,7 +341,6 @@ def test_a_job_that_has_failed_waits_for_no_person() -> None:
     observed = Observed(job=job(2, lost, active_deadline_seconds=100))
     (written,) = writes(decide(observed, now(100.0)))
     found = written.condition(JobCondition.CHECKPOINTS_LOST)
-    assert found is not None
     assert (found.is_true, found.reason) == (False, Reason.DEADLINE_EXCEEDED)
 
 
@@ -436,5 +432,4 @@ def test_without_a_store_a_job_that_has_trained_is_not_suspended() -> None:
     assert not of_kind(decision.actions, "delete Pod", "call /v1/stop")
     (written,) = writes(decision)
     suspended = written.condition(JobCondition.SUSPENDED)
-    assert suspended is not None
     assert (suspended.status, suspended.reason) == ("False", Reason.NO_OBJECT_TIER)

@@ -99,7 +99,6 @@ def memory_of(spec: TrainingJobSpec) -> MemorySpec:
 )
 def test_an_edit_that_the_pods_do_not_have_is_reported(fields: dict[str, Any], named: str) -> None:
     found = spec_applied(gang(**fields))
-    assert found is not None
     assert (found.status, found.reason) == ("False", "AppliesLater")
     assert named in found.message
     events = [a for a in decide(gang(**fields), now()).actions if isinstance(a, EmitEvent)]
@@ -133,7 +132,6 @@ def test_a_gang_that_mixes_images_says_so_until_all_pods_have_the_present_one() 
     fresh = created_from(observed.job, pod(1))
     mixed = replace(observed, pods=(observed.pods[0], fresh, observed.pods[2]))
     found = spec_applied(mixed)
-    assert found is not None
     assert (found.status, found.reason) == ("False", "PodsDiffer")
     assert "spec.template (2 of 3 workers: 0, 2)" in found.message
     assert "different templates, images included" in found.message
@@ -141,7 +139,6 @@ def test_a_gang_that_mixes_images_says_so_until_all_pods_have_the_present_one() 
     known = mixed.job.status.with_condition("SpecApplied", False, "PodsDiffer", "", now().utc)
     all_new = tuple(created_from(observed.job, pod(w)) for w in range(3))
     found = spec_applied(replace(mixed, job=changed(mixed.job, status=known), pods=all_new))
-    assert found is not None
     assert (found.status, found.reason) == ("True", "SpecApplied")
 
 
@@ -154,7 +151,6 @@ def test_a_template_that_no_pod_can_have_is_reported_while_the_gang_runs(refused
         gang(template=broken), template_refusal='unknown field "spec.x"' if refused else None
     )
     found = spec_applied(observed)
-    assert found is not None
     assert (found.status, found.reason) == ("False", "InvalidTemplate")
     assert ('unknown field "spec.x"' if refused else "env: is an object") in found.message
 
@@ -168,7 +164,6 @@ def test_while_the_template_is_refused_no_suspension_is_advised() -> None:
     assert advised is not None and "set spec.suspend to true" in advised.message
     for observed in (with_store, gang(template=NEW_IMAGE)):
         refused = spec_applied(replace(observed, template_refusal=REFUSAL))
-        assert refused is not None
         assert REFUSAL in refused.message
         assert "spec.suspend" not in refused.message
         assert "delete one" not in refused.message

@@ -53,7 +53,6 @@ def test_a_gang_in_a_queue_keeps_its_size_and_its_condition_says_why() -> None:
     assert not of_kind(actions, BeginRound, "create Pod")
     [write] = [a for a in actions if isinstance(a, WriteStatus)]
     found = write.status.condition(JobCondition.WORKERS_MISSING)
-    assert found is not None
     assert (found.status, found.reason) == ("False", Reason.CANNOT_SHRINK)
     assert "elastic has no effect in a queue" in found.message
 
@@ -120,7 +119,6 @@ def test_a_gang_without_nodes_continues_with_this_number(case: str) -> None:
     for action in begun:
         assert action.status.elastic == ElasticStatus(workers=expected or 0, of_workers=4)
         found = action.status.condition(JobCondition.WORKERS_MISSING)
-        assert found is not None
         assert (found.status, found.reason) == ("True", Reason.SHRUNK)
 
 

@@ -188,7 +188,6 @@ def test_failures_outside_of_the_window_are_forgotten() -> None:
     after = written(decide(replace(observed, job=shown(observed)), late))
     assert after.node_failures == ()
     condition_ = after.condition(JobCondition.NODES_AVOIDED)
-    assert condition_ is not None
     assert (condition_.status, condition_.reason) == ("False", Reason.NODES_USED)
 
 
@@ -248,7 +247,6 @@ def test_a_list_that_leaves_no_node_is_given_up() -> None:
     after = written(late)
     assert after.node_failures == ()
     found = after.condition(JobCondition.NODES_AVOIDED)
-    assert found is not None
     assert (found.status, found.reason) == ("False", Reason.NO_NODE_LEFT)
     assert "node-1: these nodes are used again" in found.message
     again = replace(observed, job=changed(observed.job, status=after), memory=late.memory)
@@ -266,7 +264,6 @@ def test_a_template_that_names_its_node_cannot_avoid_it() -> None:
     found = begun(gang(dead(1, 3), rules=(AVOID_CODE_3,), spec={"template": template}))
     assert avoided(found) is None
     condition_ = found.condition(JobCondition.NODES_AVOIDED)
-    assert condition_ is not None
     assert "the template sets spec.nodeName" in condition_.message
 
 
@@ -284,13 +281,11 @@ def test_an_operator_that_dies_between_two_writes_moves_the_worker_once(writes: 
     life.change_spec(failurePolicy={"maxRestarts": 1000, "window": "24h", "rules": rules})
     life.run(3)
     before = life.operator.worker_pod(1)
-    assert before is not None
     life.rank_dies()
     dies_after(life, writes)
     life.restart()
     life.run(60)
     after = life.operator.worker_pod(1)
-    assert after is not None
     assert life.status.is_true("Running")
     raw = life.cluster.api.objects["pods", NAMESPACE, after.name]
     notes = raw["metadata"]["annotations"]

@@ -100,7 +100,6 @@ def failed(decision: Decision) -> str:
     """Return the message with which the job failed."""
     [write] = [a for a in decision.actions if isinstance(a, WriteStatus)]
     found = write.status.condition(JobCondition.FAILED)
-    assert found is not None
     assert (found.status, found.reason) == ("True", Reason.FAILURE_RULE)
     return found.message
 
@@ -209,7 +208,6 @@ def test_the_first_rule_that_matches_applies(case: str) -> None:
         assert "(FailJob)" in failed(decision)
         return
     message = begun(decision).status.condition(JobCondition.RESTARTING)
-    assert message is not None
     assert ("failurePolicy.rules[" in message.message) is (action is not None)
     if action is not None:
         assert f"failurePolicy.rules[0] applies ({action})" in message.message
@@ -249,7 +247,6 @@ def test_a_pod_that_is_needed_is_not_replaced(changes: dict[str, Any], why: str)
     action = begun(decide(observed, now()))
     assert action.status.members == (0, 0, 0)
     restarting = action.status.condition(JobCondition.RESTARTING)
-    assert restarting is not None
     assert why in restarting.message
 
 
@@ -351,7 +348,6 @@ def test_a_rule_that_can_never_match_is_reported_until_it_is_gone() -> None:
     first = decide(gang(rules=rules), now())
     [write] = [a for a in first.actions if isinstance(a, WriteStatus)]
     found = write.status.condition(JobCondition.FAILURE_RULES_APPLY)
-    assert found is not None
     assert (found.status, found.reason) == ("False", Reason.RULE_NEVER_MATCHES)
     assert "failurePolicy.rules[1] can never match" in found.message
     assert [e.reason for e in first.actions if isinstance(e, EmitEvent)] == [found.reason]

@@ -58,7 +58,6 @@ def after_record(observed: Observed) -> Observed:
 def says(observed: Observed) -> str:
     [write] = (a for a in decide(observed, now(LATE_AT)).actions if isinstance(a, WriteStatus))
     running = write.status.condition("Running")
-    assert running is not None
     return running.message
 
 

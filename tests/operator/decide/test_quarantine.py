@@ -85,14 +85,11 @@ def test_the_next_older_one_is_taken_after_three_failures() -> None:
     assert restored_steps(life) == [bad.step, bad.step, bad.step, bad.step - 5]
     assert life.status.quarantined == (bad,)
     condition = life.status.condition(JobCondition.QUARANTINED)
-    assert condition is not None
     assert condition.is_true
     assert f"step {bad.step} of round {bad.round}" in condition.message
     first, second = (e.message for e in life.operator.events if e.reason == Reason.QUARANTINED)
     assert f"step {bad.step} of round {bad.round} is quarantined" in first
     assert f"gives up 5 steps: step {bad.step} of round {bad.round} is quarantined" in second
-    assert life.status.last_recovery is not None
-    assert life.status.last_recovery.lost_steps is not None
     assert life.status.last_recovery.lost_steps >= 5
 
 
@@ -139,7 +136,6 @@ def test_the_last_checkpoint_is_tried_until_the_budget_ends() -> None:
     bad = poisoned(life)
     life.run(300)
     condition = life.status.condition(JobCondition.FAILED)
-    assert condition is not None
     assert condition.reason == Reason.BACKOFF_LIMIT_EXCEEDED
     assert life.status.quarantined == ()
     assert set(restored_steps(life)) == {bad.step}, "never from nothing"
@@ -152,7 +148,6 @@ def test_a_released_checkpoint_is_tried_until_the_budget_ends() -> None:
     poisoned(life)
     life.run(300)
     condition = life.status.condition(JobCondition.FAILED)
-    assert condition is not None
     assert condition.reason == Reason.BACKOFF_LIMIT_EXCEEDED
     assert set(restored_steps(life)) == {5}
 
@@ -168,7 +163,6 @@ def test_a_user_releases_a_checkpoint() -> None:
     life.run(5)
     assert life.status.quarantined == ()
     condition = life.status.condition(JobCondition.QUARANTINED)
-    assert condition is not None
     assert (condition.status, condition.reason) == ("False", Reason.RELEASED)
     assert reasons(life).count(Reason.RELEASED) == 1
     assert marked(life) == set()
@@ -193,7 +187,6 @@ def test_a_quarantined_checkpoint_is_never_pruned_while_the_job_runs() -> None:
     bad = poisoned(life, is_stored=True)
     life.run(60, until=lambda s: bool(s.quarantined))
     life.run(100)
-    assert life.status.last_persisted is not None
     assert life.status.last_persisted.step > bad.step + 20, "retention pruned others meanwhile"
     assert bad in life.cluster.gang.store.checkpoints
     assert marked(life) == {bad.step}
@@ -218,7 +211,6 @@ def test_ranks_that_are_killed_from_outside_do_not_count_against_the_restore_poi
     for _ in range(6):
         life.run(60, until=lambda s: s.restore_point is not None and not s.is_true("Running"))
         run = life.cluster.gang.run
-        assert run is not None
         run.dead = (DeadRank(Rank(0), Worker(0), -9),)
         run.version += 1
         life.run(1)
@@ -241,7 +233,6 @@ def test_a_rank_that_lost_its_peer_does_not_count_against_the_restore_point(
 ) -> None:
     """The peer's connections end with the cause, so the other rank fails with an error of its own."""
     observed = failing(record(4, 990.0), record(5, 991.0))
-    assert observed.coordinator is not None
     both_dead = replace(observed.coordinator, dead=(cause, *observed.coordinator.dead))
     decision = decide(replace(observed, coordinator=both_dead), now())
     [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
@@ -269,18 +260,14 @@ def test_uploads_after_it_are_recorded_although_their_steps_are_lower() -> None:
     life.run(60, until=lambda s: bool(s.quarantined))
     life.run(60, until=lambda s: s.is_true("Running"))
     run = life.cluster.gang.run
-    assert run is not None
     run.interval = 2
     life.run(400, until=lambda s: s.last_persisted is not None and s.last_persisted.round > 1)
     after = life.status.last_persisted
-    assert after is not None
     assert after.round > bad.round
     assert after.step < bad.step
     for pod_name in list(life.cluster.pods):
         life.cluster.lose_pod(pod_name)
     life.run(60)
-    assert life.status.restore_point is not None
-    assert life.status.restore_point.step is not None
     assert life.status.restore_point.step >= after.step
 
 
@@ -479,7 +466,6 @@ def test_a_job_with_as_many_quarantined_checkpoints_as_fit_fails() -> None:
     decision = decide(failing(*records, quarantined=many), now())
     [write] = [a for a in decision.actions if isinstance(a, WriteStatus)]
     condition = write.status.condition(JobCondition.FAILED)
-    assert condition is not None
     assert condition.reason == Reason.NO_PROGRESS
     fewer = failing(*records, quarantined=many[1:])
     assert any(isinstance(a, BeginRound) for a in decide(fewer, now()).actions)

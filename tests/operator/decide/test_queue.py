@@ -285,7 +285,6 @@ def test_a_pod_that_kueue_holds_back_by_itself_is_reported() -> None:
     """Kueue can be set to hold back all pods of a namespace, or to give them a default queue."""
     of = queued_job(CHOSEN, None)
     found = reported(of, gated(0, 1, None), gated(1, 1, None))
-    assert found is not None
     assert found[:2] == ("True", Reason.WAITING_FOR_QUEUE)
     assert f"the job has no label {labels.QUEUE_NAME}" in found[2]
 
@@ -293,7 +292,6 @@ def test_a_pod_that_kueue_holds_back_by_itself_is_reported() -> None:
 def test_another_priority_class_is_reported_and_takes_effect_later() -> None:
     of = queued_job(CHOSEN, "a", **{labels.QUEUE_PRIORITY: "high"})
     found = reported(of, gated(0, 1, FRESH), gated(1, 1, FRESH))
-    assert found is not None
     assert found[:2] == ("True", Reason.QUEUE_CHANGES_LATER)
     assert "the labels of the job name LocalQueue a with priority class high" in found[2]
 
@@ -301,6 +299,5 @@ def test_another_priority_class_is_reported_and_takes_effect_later() -> None:
 def test_a_removed_label_is_reported_and_takes_effect_later() -> None:
     of = queued_job(CHOSEN, None)
     found = reported(of, gated(0, 1, FRESH), gated(1, 1, FRESH))
-    assert found is not None
     assert found[:2] == ("True", Reason.QUEUE_CHANGES_LATER)
     assert "are in LocalQueue a, and the labels of the job name no queue" in found[2]

@@ -72,7 +72,6 @@ def test_nothing_is_done_while_a_pod_cannot_be_read(of: TrainingJob) -> None:
     assert {type(a) for a in decision.actions} == {WriteStatus, EmitEvent}
     (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]
     reported = write.status.condition(JobCondition.READABLE)
-    assert reported is not None
     assert (reported.status, reported.reason) == ("False", "CannotRead")
     assert name in reported.message
     assert "status.phase: unknown" in reported.message
@@ -135,7 +134,6 @@ def test_no_first_round_on_what_cannot_be_read(
     assert not any(isinstance(a, BeginRound) for a in decision.actions)
     (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]
     reported = write.status.condition(JobCondition.ACCEPTED)
-    assert reported is not None
     assert reported.reason == reason
     assert "status.phase: unknown" in reported.message
 

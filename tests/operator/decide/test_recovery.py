@@ -115,7 +115,6 @@ def restarted(timeline: Timeline, seen_at: float) -> TrainingJobStatus:
 
 
 def assert_adds_up(record: RecoveryStatus | None) -> RecoveryStatus:
-    assert record is not None
     assert record.total_seconds == pytest.approx(sum(record.phases().values()), abs=1e-6)
     assert all(seconds >= 0.0 for seconds in record.phases().values())
     return record
@@ -135,7 +134,6 @@ def test_the_record_says_from_where_the_ranks_restored(
     timeline.at(121.5, coordinator=state(0, 12, dead=(DEAD,)))
     status = timeline.at(123.5, sidecars=holders(1), coordinator=None)
     status = timeline.at(126.5, coordinator=state(1, 11, restored_from=reported, **TIMES))
-    assert status.last_recovery is not None
     assert status.last_recovery.sources == shown
 
 
@@ -184,7 +182,6 @@ def test_a_silent_node_counts_from_its_last_sign_of_life(
     timeline.at(140.0, nodes={"node-1": lost}, sidecars=(there, silent))
     timeline.at(140.5)
     record = timeline.observed.job.status.last_recovery
-    assert record is not None
     assert record.reason == Reason.NODE_LOST
     assert record.phase_seconds.get("detect") == expected
 
@@ -213,7 +210,6 @@ def test_a_failed_pod_counts_from_its_end_within_what_is_possible(
     )
     timeline.at(130.0, pods=(PODS[0], failed))
     record = timeline.observed.job.status.last_recovery
-    assert record is not None
     assert record.phase_seconds.get("detect") == expected
 
 
@@ -226,7 +222,6 @@ def test_a_deleted_pod_counts_from_the_end_of_training_not_of_its_grace() -> Non
     timeline.at(131.0, coordinator=state(0, 14))
     timeline.at(141.0)
     record = timeline.observed.job.status.last_recovery
-    assert record is not None
     assert record.reason == Reason.POD_LOST
     assert record.phase_seconds["detect"] == 10.0
 
@@ -246,7 +241,6 @@ def test_the_wait_for_a_sidecar_that_does_not_answer_is_part_of_the_detection() 
         140.0, nodes={"node-1": NodeView("node-1", lost_because="is gone", renewed_at=119.0)}
     )
     record = timeline.observed.job.status.last_recovery
-    assert record is not None
     assert (record.reason, record.workers, record.nodes) == (Reason.NODE_LOST, (1,), ("node-1",))
     assert record.phases() == {"detect": 19.0, "back_off": 0.0}
 
@@ -270,7 +264,6 @@ def test_back_off_is_a_separate_phase() -> None:
         record = timeline.at(base + 80.0, coordinator=running).last_recovery
         assert_adds_up(record)
         base += 100.0
-    assert record is not None
     assert record.phase_seconds["back_off"] == 70.0
 
 
@@ -281,7 +274,6 @@ def test_an_operator_that_restarts_in_between_knows_the_total_and_no_more_than_i
     timeline.at(121.5, coordinator=state(0, 12, dead=(DEAD,)))
     timeline.restart_operator()
     record = restarted(timeline, 121.5).last_recovery
-    assert record is not None
     assert record.phases() == {
         "detect": 0.5,
         "back_off": 0.0,
@@ -334,7 +326,6 @@ def test_a_gang_that_finishes_before_it_was_seen_to_run_closes_its_recovery() ->
     assert ended.step == 40
     record = assert_adds_up(ended.last_recovery)
     assert record.total_seconds == 0.5 + 2.0 + 1.2 + 0.25
-    assert ended.goodput is not None
     assert ended.goodput.recovery_seconds + ended.goodput.training_seconds == pytest.approx(60.0)
     assert ended.goodput.training_seconds == pytest.approx(160.0 - 123.5 - 1.45 + 11.5, abs=0.01)
 
@@ -351,7 +342,6 @@ def test_the_status_of_a_job_of_twenty_seconds_is_final() -> None:
     ended = timeline.at(120.0, coordinator=state(0, 320, finished=True, last_local=done))
     assert ended.is_true(JobCondition.COMPLETE)
     assert (ended.step, ended.last_committed_step, ended.phase) == (320, 320, "Succeeded")
-    assert ended.goodput is not None
     assert ended.goodput.training_seconds == pytest.approx(17.0)
     assert ended.goodput.ratio == pytest.approx(17.0 / 20.0)
 
@@ -430,5 +420,4 @@ def test_the_time_of_a_failure_is_never_after_its_detection(
     fault = recovery.fault_at(world_of(observed, memory, at=seen), (failure,))
     assert fault is None or fault <= seen
     if progress_at is not None:
-        assert fault is not None
         assert fault >= min(progress_at, seen)

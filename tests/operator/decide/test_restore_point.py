@@ -349,9 +349,7 @@ def test_a_checkpoint_that_a_rule_selects_is_named_in_the_event_and_the_status()
     point = write.status.restore_point
     assert point is not None and (point.step, point.job_uid) == (1200, "other-uid")
     later = decide(replace(observed, job=job_with_status(base, write.status)), now(1030.0)).status
-    assert later is not None
     accepted = later.status.condition(JobCondition.ACCEPTED)
-    assert accepted is not None
     assert "began from step 1200 of round 2" in accepted.message
     assert "the newest step of job other" in accepted.message
 

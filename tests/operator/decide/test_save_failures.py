@@ -37,5 +37,4 @@ def test_the_condition_names_what_is_wrong_and_where(failure: Failure, message: 
     )
     (write,) = [a for a in decide(observed, now(1)).actions if isinstance(a, WriteStatus)]
     found = write.status.condition(JobCondition.LAST_CHECKPOINT_SUCCEEDED)
-    assert found is not None
     assert (found.status, found.reason, found.message) == ("False", failure.reason, message)

@@ -103,7 +103,6 @@ def begun(observed: Observed) -> TrainingJobStatus:
 
 
 def promoted(of: TrainingJobStatus) -> dict[int, str]:
-    assert of.spares is not None
     return {r.worker: r.pod for r in of.spares.promoted}
 
 
@@ -215,7 +214,6 @@ def test_the_spare_in_the_zone_with_the_fewest_workers_is_taken(
     observed = training(pod(0), pod(2), SPARE, SECOND, spares=2, labels=zones)
     after = begun(observed)
     assert promoted(after) == {1: taken.name}
-    assert after.spares is not None
     number = taken.worker - FIRST_SPARE
     assert after.spares.births == tuple(RestartRound(int(n == number)) for n in range(2))
 
@@ -317,7 +315,6 @@ def test_the_condition_says_what_a_spare_waits_for() -> None:
     actions = decide(training(pod(0), pod(1), pod(2), waiting), now(1000.0)).actions
     [write] = [a for a in actions if isinstance(a, WriteStatus)]
     found = write.status.condition(JobCondition.SPARES_READY)
-    assert found is not None
     assert (found.status, found.reason) == ("False", Reason.SPARES_WAIT)
     assert found.message == (
         f"0 of 1 spare pods are ready: pod {waiting.name} is not scheduled: 0/3 nodes are available"
@@ -339,7 +336,6 @@ def test_a_job_in_a_queue_has_no_spares_and_its_condition_says_why() -> None:
     [write] = [a for a in actions if isinstance(a, WriteStatus)]
     assert write.status.spares is None
     found = write.status.condition(JobCondition.SPARES_READY)
-    assert found is not None
     assert (found.status, found.reason) == ("False", Reason.SPARES_WAIT)
     assert "a job in a queue of Kueue has none" in found.message
 

@@ -196,7 +196,6 @@ def test_a_gang_with_a_source_starts_over_from_it() -> None:
     write = decide(seen, now(1000.0)).status
     assert isinstance(write, ChooseRestorePoint)
     after = write.status
-    assert after.restore_point is not None
     assert (after.restore_point.step, after.restore_point.job_uid) == (1000, "other-uid")
     running = after.condition("Running")
     assert running is not None and "gives up 17 steps" in running.message

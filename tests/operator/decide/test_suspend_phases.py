@@ -29,7 +29,6 @@ def is_suspended_with_everything_saved(life: Life, newest: CheckpointId | None) 
     assert life.status.phase == "Suspended"
     last = life.status.last_persisted
     if newest is not None:
-        assert last is not None
         assert last.step >= newest.step
     assert broken_rules(life.cluster, life.copies) == []
 
@@ -93,10 +92,8 @@ def test_a_gang_that_cannot_recover_says_what_its_suspension_waits_for() -> None
     held, running = (
         life.status.condition(kind) for kind in (JobCondition.SUSPENDED, JobCondition.RUNNING)
     )
-    assert held is not None
     assert (held.status, held.reason) == ("False", Reason.NOT_PERSISTED)
     assert "Delete its pods to give up the steps" in held.message
-    assert running is not None
     assert running.reason == Reason.WAITING_FOR_PODS
     assert "0/6 nodes are available" in running.message
 

@@ -15,7 +15,6 @@ QUOTA = "exceeded quota: team, requested: pods=1, used: pods=2, limited: pods=2"
 
 def running(life: Life) -> tuple[str, str, str]:
     found = life.status.condition(JobCondition.RUNNING)
-    assert found is not None
     return found.status, found.reason, found.message
 
 
@@ -57,7 +56,6 @@ def test_a_checkpoint_that_cannot_be_recorded_is_reported_until_it_is() -> None:
     life.cluster.api.refuse["POST", "checkpoints"] = ApiError(403, "Forbidden", quota)
     life.run(120)
     found = life.status.condition(JobCondition.REMOTE_TIER_HEALTHY)
-    assert found is not None
     assert (found.status, found.reason) == ("False", Reason.CREATE_REFUSED)
     assert quota in found.message
     assert [e.reason for e in life.operator.events].count(Reason.CREATE_REFUSED) == 1

@@ -40,7 +40,6 @@ def begun() -> tuple[Life, CheckpointId]:
     life.run_until_committed(is_stored=True)
     life.run(3)
     newest = life.status.last_persisted
-    assert newest is not None
     return life, newest.id
 
 
@@ -57,7 +56,6 @@ def test_the_next_older_one_is_restored_after_the_loss_of_all_pods() -> None:
     life.run(90)
     assert life.status.quarantined == (bad,)
     condition = life.status.condition(JobCondition.QUARANTINED)
-    assert condition is not None
     assert condition.is_true
     for text in (f"step {bad.step} of round {bad.round}: a drill found damage", "releasedSteps"):
         assert text in condition.message
@@ -70,12 +68,10 @@ def test_the_job_says_which_one_it_would_restore_instead_while_it_trains() -> No
     life, bad = begun()
     older = max(c for c in life.cluster.gang.store.checkpoints if c.step < bad.step)
     run = life.cluster.gang.run
-    assert run is not None
     run.interval = 1000
     drilled(life, bad)
     life.run(2)
     condition = life.status.condition(JobCondition.QUARANTINED)
-    assert condition is not None
     assert f"the job would restore step {older.step} of round {older.round}" in condition.message
     assert life.status.is_true("Running")
 
@@ -89,7 +85,6 @@ def test_an_intact_drill_of_a_repaired_checkpoint_ends_the_quarantine() -> None:
     life.run(5)
     assert life.status.quarantined == ()
     condition = life.status.condition(JobCondition.QUARANTINED)
-    assert condition is not None
     assert (condition.status, condition.reason) == ("False", Reason.RELEASED)
     assert not Checkpoint.from_dict(raw).status.is_true(CheckpointCondition.QUARANTINED)
 
@@ -112,7 +107,6 @@ def test_the_mark_for_damage_stays_after_the_end_of_the_job() -> None:
     raw = drilled(life, bad)
     life.run(30)
     mark = Checkpoint.from_dict(raw).status.condition(CheckpointCondition.QUARANTINED)
-    assert mark is not None
     assert (mark.is_true, mark.reason) == (True, Reason.DAMAGED)
 
 
@@ -125,7 +119,6 @@ def test_no_rule_is_broken_when_every_stored_checkpoint_is_damaged() -> None:
         drilled(life, found)
     life.run(5)
     condition = life.status.condition(JobCondition.QUARANTINED)
-    assert condition is not None
     assert "no other checkpoint is left to restore" in condition.message
     life.run(60)
     assert broken_rules(life.cluster, life.copies) == []
@@ -142,7 +135,6 @@ def test_a_job_whose_checkpoints_are_all_damaged_waits_for_a_person() -> None:
     lose_all_pods(life)
     life.run(120)
     lost = life.status.condition(JobCondition.CHECKPOINTS_LOST)
-    assert lost is not None
     assert lost.is_true
     for text in ("a drill found damage in it", f"Step {bad.step} is quarantined", "--from-start"):
         assert text in lost.message

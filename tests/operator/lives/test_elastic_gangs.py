@@ -55,7 +55,6 @@ def persists(life: Life) -> None:
 
 def missing(life: Life) -> tuple[str, str, str]:
     found = life.status.condition(JobCondition.WORKERS_MISSING)
-    assert found is not None
     return found.status, found.reason, found.message
 
 
@@ -95,16 +94,13 @@ def test_a_gang_that_lost_a_worker_and_its_node_continues_without_it() -> None:
     assert len(life.status.members) == 4, "the scheduler has some time to find a node"
     becomes(life, 3)
     status = life.status
-    assert status.restore_point is not None
     assert status.restore_point.step == step
     value, reason, message = missing(life)
     assert (value, reason) == ("True", Reason.SHRUNK)
     assert "the gang continues with 3 of 4 workers" in message
     assert summary(life) == "3/4"
     assert counting(status) == 0
-    assert status.last_recovery is not None
     assert status.last_recovery.reason == Reason.SHRUNK
-    assert status.elastic is not None
     assert (status.elastic.workers, status.elastic.of_workers) == (3, 4)
     [warning] = [e for e in life.operator.events if e.reason == Reason.SHRUNK]
     assert warning.kind is EventKind.WARNING
@@ -215,7 +211,6 @@ def test_a_number_that_the_script_refuses_is_not_tried_again_until_the_spec_chan
     assert (value, reason) == ("True", Reason.CANNOT_SHRINK)
     assert "it failed with 3 workers before its first step" in message
     resizing = life.status.condition(JobCondition.RESIZING)
-    assert resizing is not None
     assert (resizing.status, resizing.reason) == ("False", Reason.RESIZE_FAILED)
     life.run(3 * SHRINK_AFTER)
     assert life.status.restart_round == round_, "3 is not tried again"
@@ -268,11 +263,8 @@ def test_a_shrunken_gang_grows_when_there_is_room() -> None:
     assert missing(life)[:2] == ("True", Reason.GROWING)
     grows_to(life, 4)
     status = life.status
-    assert status.restore_point is not None
-    assert status.restore_point.step is not None
     assert status.restore_point.step > step, "the gang has saved before it stopped"
     assert status.restarts == restarts
-    assert status.last_recovery is not None
     assert (status.last_recovery.reason, status.last_recovery.lost_steps) == (Reason.GROWN, 0)
     assert missing(life)[:2] == ("False", Reason.ALL_WORKERS)
     assert status.elastic is None

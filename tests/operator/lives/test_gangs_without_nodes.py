@@ -28,7 +28,6 @@ def half_of_the_nodes(*, store: bool = False, total_steps: int = 100_000) -> Lif
 
 def unschedulable(life: Life) -> tuple[str, str, str]:
     found = life.status.condition(JobCondition.UNSCHEDULABLE)
-    assert found is not None
     return found.status, found.reason, found.message
 
 
@@ -53,7 +52,6 @@ def test_pods_that_cannot_all_be_scheduled_are_deleted_and_created_again() -> No
     assert "0/6 nodes are available" in message
     assert "Round 1 creates them again at 2026-01-01T" in message
     running = life.status.condition(JobCondition.RUNNING)
-    assert running is not None
     assert (running.status, running.reason) == ("False", Reason.NOT_SCHEDULED)
     warnings = [e for e in life.operator.events if e.kind is EventKind.WARNING]
     assert [e.reason for e in warnings] == [Reason.NOT_SCHEDULED]
@@ -117,9 +115,7 @@ def test_each_back_off_is_longer_than_the_one_before() -> None:
     for tries, shortest in ((1, 30), (2, 60), (3, 120)):
         life.run(TIME_OUT + 10, until=gave_back)
         scheduling = life.status.scheduling
-        assert scheduling is not None
         assert scheduling.timeouts == tries
-        assert scheduling.retry_at is not None
         left = scheduling.retry_at - now(life.cluster.seconds).utc
         assert timedelta(seconds=shortest - 2) <= left <= timedelta(seconds=2 * shortest)
         life.cluster.seconds += left.total_seconds()
@@ -147,7 +143,6 @@ def test_a_gang_that_alone_has_the_newest_step_keeps_its_pods() -> None:
     life.cluster.full_nodes = set()
     life.run(60, until=runs)
     assert runs(life.status)
-    assert life.status.restore_point is not None
     assert life.status.restore_point.step == newest
     assert unschedulable(life)[:2] == ("False", Reason.SCHEDULED)
     assert broken_rules(life.cluster, copies=1) == []

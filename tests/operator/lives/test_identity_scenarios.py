@@ -68,7 +68,6 @@ async def test_a_job_created_again_completes_while_the_old_one_is_still_going(
     assert old_pods <= set(cluster.pods), "the old pods are not gone yet"
     status = await advance(cluster, operator, 150)
     assert status.is_true("Complete")
-    assert status.last_persisted is not None
     assert status.last_persisted.step == 60
     assert status.restarts == 0
     assert {n: cluster.checkpoints.get(n) for n in left} == left
@@ -201,7 +200,6 @@ async def test_a_job_with_an_unreadable_pod_is_left_as_it_is() -> None:
     assert changes_of_job(cluster) == []
     assert held.restart_round == 0
     readable = held.condition("Readable")
-    assert readable is not None
     assert readable.is_false
     assert pod_name("job", UID, 2, 0) in readable.message
     cluster.pods[pod_name("job", UID, 2, 0)].unreadable = False
@@ -222,7 +220,6 @@ async def test_unreadable_checkpoints_are_neither_written_nor_deleted() -> None:
         cluster.api.touch(raw)
     before = {raw["metadata"]["name"]: copy.deepcopy(raw) for raw in hidden}
     status = await advance(cluster, operator, 60)
-    assert status.last_persisted is not None
     assert status.last_persisted.step > 40, "later commits are recorded"
     now = {raw["metadata"]["name"]: raw for raw in cluster.api.all("checkpoints", NAMESPACE)}
     assert {name: now.get(name) for name in before} == before
@@ -374,7 +371,6 @@ async def test_a_job_reports_that_it_waits_for_a_name_in_use() -> None:
     cluster.lose_pod(pod_name("job", UID, 1, 0))
     waiting = await advance(cluster, operator, 30)
     running = waiting.condition("Running")
-    assert running is not None
     assert running.is_false
     assert taken in running.message
     assert "it has no controller" in running.message

@@ -53,7 +53,6 @@ def deletes(life: Life) -> list[str]:
 
 def condition(life: Life) -> tuple[bool, str, str]:
     found = life.status.condition(JobCondition.NODES_LEAVING)
-    assert found is not None
     return found.is_true, found.reason, found.message
 
 

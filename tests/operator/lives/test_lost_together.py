@@ -65,7 +65,6 @@ def test_a_lost_pod_delays_the_round_until_further_ones_may_have_been_seen() -> 
     assert gathering.actions == ()
     assert gathering.requeue_after_seconds == pytest.approx(GATHER_SECONDS - 0.125)
     begun = round_of(decide(world(pod(0)), now(GATHERED_AT)))
-    assert begun is not None
     assert begun.status.members == (0, 1, 1)
 
 
@@ -80,8 +79,6 @@ def test_the_wait_counts_from_the_first_failure_of_any_kind() -> None:
     )
     assert round_of(decide(observed, now(SEEN_AT + 0.125))) is None
     begun = round_of(decide(observed, now(GATHERED_AT)))
-    assert begun is not None
-    assert begun.status.last_recovery is not None
     assert begun.status.last_recovery.workers == (2,), "the worker of the pod, not of the rank"
 
 
@@ -139,10 +136,8 @@ def test_all_pods_that_are_lost_at_once_cost_one_round(
     assert life.status.restart_round == rounds
     assert len(life.status.recoveries) == rounds
     newest = life.status.last_recovery
-    assert newest is not None
     assert newest.phase_seconds["back_off"] == 0.0, "the wait is part of the detection"
     base = life.status.lineage[-1].base
-    assert base is not None
     assert newest.restored_step == base.step
     assert broken_rules(life.cluster, life.copies) == []
 
@@ -252,7 +247,6 @@ def test_a_pod_of_a_newer_round_is_not_gathered() -> None:
     """Another operator process has begun round 1, and the watch of this one shows only its pod."""
     newer = pod(2, birth=1)
     begun = round_of(decide(world(pod(0), newer), now(GATHERED_AT)))
-    assert begun is not None
     assert begun.status.restart_round == 2
     assert begun.status.members == (0, 2, 1), "worker 2 has a pod that may hold the newest copies"
 
@@ -277,9 +271,7 @@ def test_pods_that_leave_together_are_replaced_in_one_round() -> None:
     assert round_of(decide(observed, now(SEEN_AT + GATHER_SECONDS))) is None
     over = 999.0 + leaving[1].grace_seconds + KUBELET_SECONDS
     begun = round_of(decide(observed, now(over)))
-    assert begun is not None
     assert begun.status.members == (1, 1, 1, 0)
-    assert begun.status.last_recovery is not None
     assert begun.status.last_recovery.workers == (0, 1, 2)
 
 
@@ -352,7 +344,6 @@ def test_a_round_without_a_restore_point_replaces_further_lost_pods() -> None:
     survivors = (pod(0), pod(1))
     found = decide(in_round_1(*survivors, pod(3, birth=1)), now(SEEN_AT + 0.5))
     taken_in = round_of(found)
-    assert taken_in is not None
     assert taken_in.status.restart_round == 1
     assert taken_in.status.members == (0, 0, 1, 1)
     assert taken_in.confirm_gone == ("job-l2msg4-2-r0",)
@@ -371,7 +362,6 @@ def test_the_record_stays_within_its_limits_when_a_round_takes_in_many_pods() ->
     status_ = changed(observed.job.status, recoveries=(changed(record, nodes=named),))
     observed = replace(observed, job=changed(observed.job, status=status_))
     taken_in = round_of(decide(observed, now(SEEN_AT + 0.5)))
-    assert taken_in is not None
     assert taken_in.status.members == (0, *[1] * 14)
     assert TrainingJobStatus.model_validate(taken_in.status.model_dump()) == taken_in.status
 
@@ -389,7 +379,6 @@ def test_the_record_stays_within_its_limits_when_a_round_takes_in_many_pods() ->
 )
 def test_other_failures_in_a_sealed_round_begin_the_next_one(pods: tuple[PodView, ...]) -> None:
     begun = round_of(decide(in_round_1(*pods), now(SEEN_AT + 0.5)))
-    assert begun is not None
     assert (begun.status.restart_round or 0) > 1
 
 

@@ -59,17 +59,14 @@ def test_an_emptied_bucket_is_waited_for_and_the_job_goes_on_when_it_is_restored
     life.run(600)
     assert len(life.operator.events) == events, "it is said once"
     newest = life.status.last_persisted
-    assert newest is not None
     assert "Failed" not in conditions(life)
     assert life.status.quarantined == ()
     assert counting(life.status) == 0
     assert conditions(life)[MISSING] == "True"
     assert conditions(life)["RemoteTierHealthy"] == "False"
     running = life.status.condition("Running")
-    assert running is not None
     assert (running.status, running.reason) == ("False", MISSING)
     missing = life.status.condition(MISSING)
-    assert missing is not None
     assert f"step {newest.step} of round {newest.round}" in missing.message
     assert MISSING in {e.reason for e in life.operator.events}
     rounds = life.status.restart_round
@@ -86,7 +83,6 @@ def test_an_emptied_bucket_is_waited_for_and_the_job_goes_on_when_it_is_restored
 def test_an_older_checkpoint_that_the_store_has_is_restored_and_the_status_says_so() -> None:
     life = stored_life()
     newest = life.status.last_persisted
-    assert newest is not None
     del life.cluster.store.checkpoints[newest.id]
     older = max(i.step for i in life.cluster.store.checkpoints)
     lose_all_pods(life)

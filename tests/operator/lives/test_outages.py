@@ -67,7 +67,6 @@ def test_the_budget_ends_a_job_however_long_its_ranks_take_to_fail(
         life.rank_dies()
     life.run(11 * (seconds + 660), until=lambda s: s.is_true("Failed"))
     failed = life.status.condition("Failed")
-    assert failed is not None
     assert failed.reason == "BackoffLimitExceeded"
     assert life.status.restarts == 10
     assert counting(life.status) == 10
@@ -122,7 +121,6 @@ def test_a_job_that_fails_persists_its_newest_step_before_its_pods_are_deleted()
     newest = fail(life)
     life.run(120)
     assert newest in life.cluster.store.checkpoints
-    assert life.status.last_persisted is not None
     assert life.status.last_persisted.id == newest
     assert newest.step in {c.spec.step for c in life.cluster.checkpoints.values()}
     assert not life.cluster.pods, "the pods are not needed any more"
@@ -136,7 +134,6 @@ def test_pods_of_a_failed_job_stay_while_the_store_is_away() -> None:
     assert len(life.cluster.pods) == 4
     assert life.cluster.newest_commit() == newest
     condition = life.status.condition("PodsKept")
-    assert condition is not None
     assert condition.is_true
     assert f"step {newest.step} is committed on the nodes only" in condition.message
     life.cluster.store.away = False
@@ -164,7 +161,6 @@ def test_a_deadline_stops_the_gang_and_persists_what_it_saves() -> None:
     assert conditions(life)["Failed"] == "True"
     stored = max(i.step for i in life.cluster.store.checkpoints)
     assert stored >= 25
-    assert life.status.last_persisted is not None
     assert life.status.last_persisted.step == stored
     assert not [p for p in life.cluster.pods.values() if p.view.alive]
 
@@ -182,7 +178,6 @@ def test_a_job_that_fails_without_a_commit_deletes_its_pods() -> None:
 def kept(life: Life) -> tuple[str, str, str]:
     """Return value, reason and message of condition PodsKept."""
     found = life.status.condition("PodsKept")
-    assert found is not None
     return found.status, found.reason, found.message
 
 

@@ -38,7 +38,6 @@ class Queued(Life):
 
     def queued(self) -> tuple[str, str, str]:
         found = self.status.condition(JobCondition.QUEUED)
-        assert found is not None
         return found.status, found.reason, found.message
 
     def groups(self) -> set[str]:
@@ -94,7 +93,6 @@ def test_a_gang_waits_for_its_queue_and_starts_when_it_is_admitted() -> None:
     assert message.startswith("4 of 4 pods wait until Kueue admits them to LocalQueue team-queue")
     assert f"kubectl -n {NAMESPACE} describe workload {group(4, 0)}" in message
     running = life.status.condition(JobCondition.RUNNING)
-    assert running is not None
     assert (running.status, running.reason) == ("False", Reason.WAITING_FOR_QUEUE)
     assert life.status.start_time is None, "the wait does not count for activeDeadlineSeconds"
 
@@ -114,7 +112,6 @@ def test_a_deadline_does_not_run_while_the_gang_waits_for_its_queue() -> None:
     life.trains()
     life.run(110, until=lambda s: s.is_true(JobCondition.FAILED))
     failed = life.status.condition(JobCondition.FAILED)
-    assert failed is not None
     assert failed.reason == Reason.DEADLINE_EXCEEDED
 
 
@@ -214,7 +211,6 @@ def test_a_preempted_gang_waits_in_its_queue_and_continues(ends_as: PodPhase) ->
     assert life.groups() == {group(4, life.status.restart_round or 0)}
     assert life.kueue.admitted() == set()
     record = life.status.last_recovery
-    assert record is not None
     assert record.reason == Reason.POD_EVICTED
     life.kueue.quota = 4
     life.trains()
@@ -323,7 +319,6 @@ def test_a_running_job_that_gets_the_label_is_queued_after_a_suspension() -> Non
     life.run(60)
     assert runs(life.status)
     found = life.status.condition(JobCondition.QUEUED)
-    assert found is not None
     assert (found.status, found.reason) == ("False", Reason.QUEUE_CHANGES_LATER)
     assert kueue.workloads == {}
     life.change_spec(suspend=True)

@@ -31,7 +31,6 @@ def training(every: int = 5) -> Life:
 
 
 def persisted(status: TrainingJobStatus) -> int:
-    assert status.last_persisted is not None
     return status.last_persisted.step
 
 

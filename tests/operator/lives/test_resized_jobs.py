@@ -15,7 +15,6 @@ from holdfast_operator.model.reasons import Reason
 
 def resizing(life: Life) -> tuple[str, str, str]:
     found = life.status.condition(JobCondition.RESIZING)
-    assert found is not None
     return found.status, found.reason, found.message
 
 
@@ -30,7 +29,6 @@ def becomes(life: Life, workers: int, newest: CheckpointId | None = None) -> Non
     point = status.restore_point
     assert point is not None
     if newest is not None:
-        assert point.step is not None
         assert point.step >= newest.step
     assert budget(life) == workers - 1
     assert str(status.ready_workers).endswith(f"/{workers}")
@@ -60,16 +58,12 @@ def test_the_gang_saves_stops_and_continues_with_another_number(workers: int) ->
     assert f"the gang of 4 workers is to have {workers}" in message
     becomes(life, workers)
     point = life.status.restore_point
-    assert point is not None
-    assert point.step is not None
     assert point.step > step
     assert resizing(life)[:2] == ("False", Reason.RESIZED)
     assert life.status.restarts == restarts
     assert life.status.is_true(JobCondition.SUSPENDED) is False
-    assert life.status.last_recovery is not None
     assert life.status.last_recovery.reason == Reason.RESIZED
     assert life.status.last_recovery.lost_steps == 0
-    assert life.status.resize is not None
     assert life.status.resize.from_workers is None
     life.cluster.lose_pod(life.pod(1))  # copies on the nodes are those of the new gang
     life.recovers_from(life.newest())
@@ -172,7 +166,6 @@ def test_a_suspended_job_resumes_with_another_number() -> None:
     life.change_spec(suspend=True)
     life.run(60, until=lambda s: s.is_true(JobCondition.SUSPENDED))
     saved = life.status.last_persisted
-    assert saved is not None
     life.change_spec(workers=2)
     life.run(20)
     assert life.cluster.pods == {}
@@ -330,5 +323,4 @@ def test_a_pod_that_is_lost_at_the_first_start_is_no_refusal() -> None:
     life.run(60, until=lambda s: len(s.members) == 3 and s.restore_point is not None)
     life.cluster.lose_pod(life.pod(1))
     becomes(life, 3)
-    assert life.status.resize is not None
     assert life.status.resize.refused_workers is None

@@ -79,8 +79,6 @@ def test_a_spare_takes_the_place_of_a_lost_worker() -> None:
     assert life.cluster.sidecars[spare].worker == 1
     [text] = [e.message for e in life.operator.events if e.reason == Reason.SPARE_PROMOTED]
     assert text == f"spare pod {spare} is worker 1 from round 1 on"
-    assert life.status.restore_point is not None
-    assert life.status.restore_point.step is not None
     assert life.status.restore_point.step >= newest
     goes_on(life, 1)
     assert spare_pods(life) != [spare]
@@ -193,11 +191,9 @@ def test_a_quota_that_refuses_spares_does_not_disturb_the_gang() -> None:
     step = life.status.step or 0
     life.run(60)
     assert life.status.is_true(JobCondition.RUNNING)
-    assert life.status.step is not None
     assert life.status.step > step + 30
     assert life.status.last_persisted is not None
     found = life.status.condition(JobCondition.SPARES_READY)
-    assert found is not None
     assert (found.status, found.reason) == ("False", Reason.SPARES_WAIT)
     life.cluster.pod_refusal = ""
     goes_on(life, 2)
@@ -251,7 +247,5 @@ def test_a_status_that_was_restored_takes_the_spare_back_as_a_survivor() -> None
     assert promoted(life)[1] == first
     assert life.cluster.sidecars[first].worker == 1
     point = life.status.restore_point
-    assert point is not None
     assert life.status.restart_round == 2
-    assert point.step is not None
     assert point.step >= newest, "a step of round 1, which the status had forgotten"

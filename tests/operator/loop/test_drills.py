@@ -97,7 +97,6 @@ def test_without_spec_verify_only_requests_are_drilled() -> None:
     assert next_drill_seconds(store(), START) is None
     asked = [found[0], requested(found[1])]
     due = next_drill(store(), asked[1:], asked, START)
-    assert due is not None
     assert (due.checkpoint, due.uid, due.trigger) == (found[1].name, found[1].uid, "t")
 
 
@@ -109,7 +108,6 @@ def test_a_stamp_of_the_future_stops_no_drills() -> None:
     paused = store({"every": "24h", "sample": 2}, round_at=START, left=1, again_after=later)
     assert chosen(paused, [stored(10)], 3) is not None
     wait = next_drill_seconds(begun, START)
-    assert wait is not None
     assert wait <= 24 * 3600
 
 
@@ -123,7 +121,6 @@ def test_a_round_takes_its_sample_and_waits_for_the_next() -> None:
     found = [stored(10), stored(20, 1), stored(30, 2)]
     daily = store({"every": "24h", "sample": 2})
     due = next_drill(daily, [], found, START + 3 * HOUR)
-    assert due is not None
     assert (due.checkpoint, due.left) == (found[2].name, 2)
     one = ended(changed(daily, status=changed(daily.status, drills=due)), True, START + 4 * HOUR)
     assert (one.checkpoint, one.left, one.count) == ("", 1, 1)
@@ -155,7 +152,6 @@ def test_every_checkpoint_that_stays_is_drilled_in_time_although_new_ones_come()
         fresh = stored(100 + day, 24 * day)
         now = START + 24 * day * HOUR
         due = next_drill(daily, [], [*kept.values(), fresh], now)
-        assert due is not None
         drilled.add(due.checkpoint)
         if due.checkpoint in kept:
             step = kept[due.checkpoint].spec.step
@@ -302,26 +298,21 @@ def test_status_after_a_drill() -> None:
 def test_damage_quarantines_until_a_later_drill_finds_none() -> None:
     bad = after(stored(10), report(BAD))
     mark = bad.status.condition(CheckpointCondition.QUARANTINED)
-    assert mark is not None
     assert (mark.is_true, mark.reason, bad.damaged) == (True, "Damaged", True)
     assert "shard of rank 1" in mark.message
     unknown = after(bad, DOWN, "t")
     assert unknown.damaged, "a store that is down repairs nothing"
     assert unknown.status.verified_at == bad.status.verified_at
-    assert unknown.status.drill is not None
     assert unknown.status.drill.trigger == "t"
     repaired = after(unknown, report())
     mark = repaired.status.condition(CheckpointCondition.QUARANTINED)
-    assert mark is not None
     assert (mark.is_true, mark.reason, repaired.damaged) == (False, "Released", False)
-    assert repaired.status.drill is not None
     assert repaired.status.drill.trigger == "t"
 
 
 def test_a_store_that_is_down_makes_a_verified_checkpoint_unknown() -> None:
     unknown = after(after(stored(10), report()), DOWN)
     found = unknown.status.condition(CheckpointCondition.VERIFIED)
-    assert found is not None
     assert (found.status, found.reason) == ("Unknown", "StoreUnavailable")
     assert unknown.status.verified_at == START + HOUR
 

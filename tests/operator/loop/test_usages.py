@@ -98,13 +98,11 @@ def pin(size: int) -> Checkpoint:
 
 def pressure(status: CheckpointStoreStatus) -> tuple[str, str, str]:
     found = status.condition("QuotaPressure")
-    assert found is not None
     return str(found.status), found.reason, found.message
 
 
 def test_a_listing_becomes_the_usage_with_names_of_known_jobs() -> None:
     usage = after(store(), REPORT).usage
-    assert usage is not None
     assert (usage.bytes, usage.objects, usage.checkpoints) == (10 * GIB, 42, 7)
     assert [(j.name, j.bytes) for j in usage.jobs] == [("train", 7 * GIB), (None, 2 * GIB)]
     assert usage.other_bytes == GIB

@@ -198,6 +198,5 @@ def test_the_refusal_names_the_field_and_what_it_expects(
     path: tuple[Any, ...], value: Any, named: str
 ) -> None:
     problem = template_problem(mutant(path, value))
-    assert problem is not None
     assert problem.reason == "InvalidTemplate"
     assert named in problem.message

@@ -140,7 +140,6 @@ def test_the_gate_the_finalizer_and_the_group_are_read() -> None:
     assert identity is not None
     view = pod_view(raw, identity)
     assert (view.queued, view.has_kueue_finalizer) == (True, True)
-    assert view.group is not None
     assert (view.group.name, view.group.queue, view.group.pods) == (
         "job-l2msg4-2-g3",
         "team-queue",
@@ -159,7 +158,6 @@ def test_an_unusable_total_count_belongs_to_no_group_of_the_operator(count: str 
     identity = worker_identity(raw)
     assert identity is not None
     group = pod_view(raw, identity).group
-    assert group is not None
     assert group.pods == 0
 
 

@@ -95,7 +95,6 @@ def test_identity_and_owner() -> None:
 def test_the_contracts_can_be_read_back() -> None:
     pod = render(job(2), store())
     trainer = PodContract.from_env(plain_env(container(pod, "trainer")))
-    assert trainer is not None
     assert (trainer.worker, trainer.birth_round, trainer.job_uid) == (1, 3, UID)
     env = container(pod, "holdfast-sidecar")["env"]
     (address,) = [e for e in env if e["name"] == "HOLDFAST_POD_IP"]

@@ -62,7 +62,6 @@ async def test_the_first_call_fetches_the_inventory() -> None:
         assert b.view(pod).reachable is Reachable.UNKNOWN
         await b.until(lambda: b.view(pod).reachable is Reachable.YES)
         inventory = b.view(pod).inventory
-        assert inventory is not None
         assert inventory.round == 0
         assert b.enqueued == [KEY]
 
@@ -78,7 +77,6 @@ async def test_a_spare_is_asked_again_until_its_launcher_is_connected() -> None:
 
         await b.until(asked_again)
         inventory = b.view(pod).inventory
-        assert inventory is not None
         assert (inventory.worker, inventory.launcher) == (FIRST_SPARE, False)
         server.launcher = True
 
@@ -153,7 +151,6 @@ async def test_a_refused_round_brings_the_newest_version_of_the_sidecar() -> Non
         b.send_round(pod, round_message(0, 1))
         await b.until(lambda: b.view(pod).acked is not None)
         acked = b.view(pod).acked
-        assert acked is not None
         assert (acked.round, acked.version, acked.sidecar_restarts) == (0, 1, 0)
         server.version = 7
         b.send_round(pod, round_message(0, 2))

@@ -88,7 +88,6 @@ def test_a_gang_that_never_committed_counts_from_its_first_step() -> None:
     assert found.look(None, None, EVERY, 0.0) is None
     assert found.look(Step(5), None, EVERY, 1000.0) is None
     overdue = found.look(Step(36), None, EVERY, 1090.0)
-    assert overdue is not None
     assert (overdue.since, overdue.steps, overdue.intervals) == (1000.0, 31, 3)
 
 

@@ -161,7 +161,6 @@ def test_a_rank_that_asks_has_its_homes_layout_and_one_of_each_kind(pod: Pod) ->
 
 def test_ranks_that_saved_other_tensors_have_a_layout_of_their_own(pod: Pod) -> None:
     manifest = pod.restored.manifest
-    assert manifest is not None
     shards = (
         manifest.shards[0],
         msgspec.structs.replace(manifest.shards[1], same_tensors=Rank(1)),
@@ -177,7 +176,6 @@ def test_ranks_that_saved_other_tensors_have_a_layout_of_their_own(pod: Pod) -> 
 def test_any_rank_of_a_kind_will_do(pod: Pod) -> None:
     """A rank of another number of ranks has a home of another kind than these two."""
     manifest = pod.restored.manifest
-    assert manifest is not None
     third = msgspec.structs.replace(
         manifest.shards[1], rank=Rank(2), same_tensors=Rank(2), same_boxes=Rank(2)
     )

@@ -108,7 +108,6 @@ def test_a_request_that_fails_is_answered(
             await intake.close()
 
     reply = asyncio.run(scenario())
-    assert reply is not None
     assert isinstance(reply.message, Refused)
     assert reply.id == 2
     assert (reply.message.code, reply.message.message) == expected

@@ -76,7 +76,6 @@ def test_a_volume_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path
     volume.mkdir()
     (volume / copy_to.MARK).symlink_to(tmp_path / "absent" / "file")  # root may write everywhere
     problem = copy_to.main(image(tmp_path / "image", "1"), volume)
-    assert problem is not None
     assert str(volume) in problem and "fsGroup" in problem
 
 
@@ -90,7 +89,6 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_volume_that_is_not_mounted_is_named(tmp_path: Path) -> None:
     error = copy_to.main(image(tmp_path / "image", "1"), tmp_path / "volume")
-    assert error is not None
     assert "volume is no folder" in error
 
 

@@ -79,7 +79,6 @@ class Events:
         return Hello(PROTOCOL_VERSION, JobUid("job"), Rank(0), None)
 
     def hello_accepted(self, reply: HelloReply) -> None:
-        assert self.link is not None
         self.was_ready.append(self.link.is_connected)
         self._called("hello_accepted")
 
@@ -222,7 +221,6 @@ def test_a_reply_brings_its_open_file(
     replies = [link.submit(FILL) for _ in range(2)]
     for _ in replies:
         frame = receive_frame(connection)
-        assert frame is not None
         data = write_frame(ATTACHED, frame.id)
         with open(tmp_path / "shard", "rb") as file:  # the first byte brings the file
             socket.send_fds(connection, [data[:1]], [file.fileno()])
@@ -243,7 +241,6 @@ def test_a_reply_without_its_open_file_ends_the_connection(
     until(lambda: link.is_connected, "a connection")
     reply = link.submit(FILL)
     frame = receive_frame(connection)
-    assert frame is not None
     send_frame(connection, ATTACHED, frame.id)
     with pytest.raises(UnavailableError, match="carries no open file"):
         reply.result(HANG_SECONDS)

@@ -73,7 +73,6 @@ def train(root: Path, *steps: int, uploads: MakeUploads | None = None) -> int | 
 
 def save(service: DirectoryService, ring: SlotRing, step: int) -> None:
     slot = ring.acquire()
-    assert slot is not None
     slot.begin(service.round, Step(step), SIZE)
     slot.payload[:SIZE] = list(payload(SIZE, seed=step))
     slot.complete()

@@ -210,13 +210,11 @@ def test_bad_blocks_of_one_shard_concern_one_step(tmp_path: Path, bad_blocks: se
     train(tmp_path)
     bad_blocks.add(found(tmp_path, SHARD, step=1).stat().st_ino)
     chosen = choose(opened(tmp_path))
-    assert chosen is not None
     assert (chosen.manifest.step, chosen.passed_over) == (3, ())
     bad = found(tmp_path, SHARD, step=3)
     bad_blocks.add(bad.stat().st_ino)
     pauses: list[float] = []
     chosen = choose(opened(tmp_path), pause=pauses.append)
-    assert chosen is not None
     assert chosen.manifest.step == 2
     assert str(bad) in chosen.passed_over[0]
     assert "Input/output error" in chosen.passed_over[0]
@@ -230,7 +228,6 @@ def test_a_disk_that_fails_for_a_moment_costs_no_step(tmp_path: Path, bad_blocks
     bad_blocks.add(found(tmp_path, SHARD, step=3).stat().st_ino)
     tier = opened(tmp_path)
     chosen = choose(tier, pause=lambda seconds: bad_blocks.clear())
-    assert chosen is not None
     assert (chosen.manifest.step, chosen.passed_over) == (3, ())
 
 

@@ -69,7 +69,6 @@ def rank(work: str) -> Iterator[Watched]:
         start_new_session=True,
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.read(1) == b"x"
         yield Watched(Rank(0), process.pid, file)
     finally:

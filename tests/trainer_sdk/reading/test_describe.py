@@ -62,7 +62,6 @@ def test_a_folder_is_listed_and_described(tmp_path: Path) -> None:
     assert shown.entries[:1] == (DescribedEntry("epoch", 0, 0),)
     assert DescribedEntry("model", 2, 48) in shown.entries
     assert shown.metrics == {"loss": pytest.approx(1 / 3)}
-    assert shown.restored_from is not None
     assert (shown.restored_from.step, shown.restored_from.round) == (2, 0)
     assert shown.references == ()
     assert asdict(shown)["restored_from"]["step"] == 2
@@ -75,7 +74,6 @@ def test_a_checkpoint_whose_origin_was_deleted_names_its_digest(tmp_path: Path) 
     holdfast.Checkpointer(tmp_path).delete(1)
     with holdfast.open(tmp_path) as found, found.at(3) as saved:
         origin = saved.describe().restored_from
-    assert origin is not None
     assert (origin.step, origin.round) == (None, None)
     assert origin.manifest is not None and origin.manifest.startswith("b3:")
 

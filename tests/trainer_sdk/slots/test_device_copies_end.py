@@ -30,7 +30,6 @@ from holdfast_core.shm.slot_file import HEADER_BYTES, SlotState
 def test_a_slot_is_full_when_the_copies_are_done(training: Training) -> None:
     handle = training.ckpt.save(1, training.state)
     header = training.header(1)
-    assert header is not None
     assert header.state is SlotState.FILLING
     assert (training.staged, handle.settled) == ([], False)
     training.device.catch_up()

@@ -55,7 +55,6 @@ def test_a_slot_is_filled_and_then_full(tmp_path: Path) -> None:
     slots = ring(tmp_path)
     slots.ensure(MIB, ROUND)
     slot = slots.acquire()
-    assert slot is not None
     slot.begin(ROUND, Step(7), 100)
     assert read_header(slot.path).state is SlotState.FILLING
     slot.payload[:100] = 42
@@ -70,7 +69,6 @@ def test_slots_are_used_in_turn_and_busy_ones_are_skipped(tmp_path: Path) -> Non
     taken = []
     for step in (1, 2):
         slot = slots.acquire()
-        assert slot is not None
         slot.begin(ROUND, Step(step), 1)
         slot.complete()
         taken.append(slot)
