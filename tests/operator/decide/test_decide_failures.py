@@ -18,7 +18,7 @@ from tests.support.operator.builders import (
     status,
     world_of,
 )
-from tests.support.operator.decisions import counting, does
+from tests.support.operator.decisions import begun, counting, does
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
@@ -33,7 +33,7 @@ from holdfast_core.messages.schema import CoordinatorState, DeadRank, RestorePoi
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.ends import COORDINATOR_ANSWER_SECONDS, KUBELET_SECONDS
 from holdfast_operator.decide.gang import round_message
-from holdfast_operator.model.actions import BeginRound, Decision, EmitEvent, WriteStatus
+from holdfast_operator.model.actions import BeginRound, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView
 from holdfast_operator.model.reasons import Reason
 
@@ -70,12 +70,6 @@ def world(**changes: Any) -> Observed:
         memory=JobMemory(round=RestartRound(3), round_seen_at=900.0, failure_seen_at=999.0),
     )
     return replace(base, **changes)
-
-
-def begun(decision: Decision) -> BeginRound:
-    found = [a for a in decision.actions if isinstance(a, BeginRound)]
-    assert len(found) == 1, decision
-    return found[0]
 
 
 def test_a_healthy_gang_begins_no_round() -> None:
@@ -332,8 +326,7 @@ def test_a_pod_that_succeeds_while_its_gang_goes_on_fails_after_a_time(
     assert any(isinstance(a, BeginRound) for a in later.actions) is begins
     if begins:
         new = begun(later).status
-        restarting = new.condition(JobCondition.RESTARTING)
-        assert restarting.reason == "PodSucceededEarly"
+        assert new.condition(JobCondition.RESTARTING).reason == "PodSucceededEarly"
         assert new.members == (0, 4)
 
 
@@ -460,8 +453,7 @@ def test_restart_budget(
     first = decision.actions[0]
     if ends:
         assert isinstance(first, WriteStatus)
-        failed = first.status.condition(JobCondition.FAILED)
-        assert failed.reason == Reason.BACKOFF_LIMIT_EXCEEDED
+        assert first.status.condition(JobCondition.FAILED).reason == Reason.BACKOFF_LIMIT_EXCEEDED
     else:
         begun(decision)
 

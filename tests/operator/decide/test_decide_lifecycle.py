@@ -20,7 +20,7 @@ from tests.support.operator.builders import (
     store,
     template,
 )
-from tests.support.operator.decisions import does, of_kind
+from tests.support.operator.decisions import begun, does, of_kind
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import (
@@ -152,8 +152,7 @@ def test_the_message_of_the_server_is_in_the_condition() -> None:
         job=job(2, store="main"), store=store(available=False, message="403 SignatureDoesNotMatch")
     )
     (written,) = writes(decide(observed, now()))
-    accepted = written.condition(JobCondition.ACCEPTED)
-    assert "403 SignatureDoesNotMatch" in accepted.message
+    assert "403 SignatureDoesNotMatch" in written.condition(JobCondition.ACCEPTED).message
 
 
 def with_trainer(**fields: Any) -> dict[str, Any]:
@@ -331,8 +330,7 @@ def test_deadline() -> None:
     late = status(0, (0, 0), start_time=START)
     observed = Observed(job=job(2, late, active_deadline_seconds=100))
     (written,) = writes(decide(observed, now(100.0)))
-    failed = written.condition(JobCondition.FAILED)
-    assert failed.reason == Reason.DEADLINE_EXCEEDED
+    assert written.condition(JobCondition.FAILED).reason == Reason.DEADLINE_EXCEEDED
 
 
 @pytest.mark.fault("The deadline of a job passes while a gang waits for a person to start it over")
@@ -419,12 +417,11 @@ def test_stopped_and_saved_is_suspended_not_complete() -> None:
 
 def test_resuming_is_a_new_round_that_costs_no_restart() -> None:
     paused = status(3, (0, 2), conditions=(true(JobCondition.SUSPENDED),))
-    decision = decide(Observed(job=job(2, paused)), now())
-    (begun,) = [a for a in decision.actions if isinstance(a, BeginRound)]
-    assert begun.status.restart_round == 4
-    assert begun.status.members == (4, 4)
-    assert begun.status.restarts == 0
-    assert not begun.status.is_true(JobCondition.SUSPENDED)
+    new = begun(decide(Observed(job=job(2, paused)), now()))
+    assert new.status.restart_round == 4
+    assert new.status.members == (4, 4)
+    assert new.status.restarts == 0
+    assert not new.status.is_true(JobCondition.SUSPENDED)
 
 
 def test_without_a_store_a_job_that_has_trained_is_not_suspended() -> None:

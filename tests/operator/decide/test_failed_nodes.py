@@ -263,8 +263,7 @@ def test_a_template_that_names_its_node_cannot_avoid_it() -> None:
     template = {"spec": {"containers": [{"name": "trainer"}], "nodeName": "node-1"}}
     found = begun(gang(dead(1, 3), rules=(AVOID_CODE_3,), spec={"template": template}))
     assert avoided(found) is None
-    condition_ = found.condition(JobCondition.NODES_AVOIDED)
-    assert "the template sets spec.nodeName" in condition_.message
+    assert "the template sets spec.nodeName" in found.condition(JobCondition.NODES_AVOIDED).message
 
 
 def test_an_event_reports_a_node_that_is_avoided() -> None:

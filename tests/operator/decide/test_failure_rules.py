@@ -17,7 +17,7 @@ from tests.support.operator.builders import (
     status,
     world_of,
 )
-from tests.support.operator.decisions import counting
+from tests.support.operator.decisions import begun, counting
 
 from holdfast_core.api import (
     MAX_RECENT_RESTARTS,
@@ -38,7 +38,7 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.evidence import Failure, with_restart
 from holdfast_operator.decide.failures import rule_on
 from holdfast_operator.decide.report.conditions import never_applies
-from holdfast_operator.model.actions import BeginRound, Decision, EmitEvent, WriteStatus
+from holdfast_operator.model.actions import Decision, EmitEvent, WriteStatus
 from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason
 
@@ -89,11 +89,6 @@ def gang(*ended: DeadRank, rules: tuple[FailureRule, ...] = (), **changes: Any) 
         memory=JobMemory(round=ROUND, round_seen_at=900.0, failure_seen_at=999.0),
     )
     return replace(base, **changes)
-
-
-def begun(decision: Decision) -> BeginRound:
-    [found] = [a for a in decision.actions if isinstance(a, BeginRound)]
-    return found
 
 
 def failed(decision: Decision) -> str:
@@ -246,8 +241,7 @@ def test_a_pod_that_is_needed_is_not_replaced(changes: dict[str, Any], why: str)
     observed = gang(dead(1, 3), rules=(on_codes(3, action=POD),), **changes)
     action = begun(decide(observed, now()))
     assert action.status.members == (0, 0, 0)
-    restarting = action.status.condition(JobCondition.RESTARTING)
-    assert why in restarting.message
+    assert why in action.status.condition(JobCondition.RESTARTING).message
 
 
 def test_more_pods_than_copies_cover_are_not_replaced_together() -> None:

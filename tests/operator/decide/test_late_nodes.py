@@ -57,8 +57,7 @@ def after_record(observed: Observed) -> Observed:
 
 def says(observed: Observed) -> str:
     [write] = (a for a in decide(observed, now(LATE_AT)).actions if isinstance(a, WriteStatus))
-    running = write.status.condition("Running")
-    return running.message
+    return write.status.condition("Running").message
 
 
 @pytest.mark.parametrize(

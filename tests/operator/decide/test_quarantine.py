@@ -21,7 +21,7 @@ from tests.support.operator.builders import (
     status,
     world_of,
 )
-from tests.support.operator.decisions import counting
+from tests.support.operator.decisions import begun, counting
 from tests.support.operator.life import Life, dies_after
 
 from holdfast_core.api import (
@@ -62,11 +62,6 @@ def poisoned(life: Life, *, is_stored: bool = False) -> CheckpointId:
     return newest
 
 
-def restored_steps(life: Life) -> list[int | None]:
-    """Return the steps of all restore points but that of the first round."""
-    return [c.status["restorePoint"].get("step") for c in life.cluster.choices[1:]]
-
-
 def reasons(life: Life) -> list[str]:
     return [e.reason for e in life.operator.events]
 
@@ -82,7 +77,7 @@ def test_the_next_older_one_is_taken_after_three_failures() -> None:
     bad = poisoned(life)
     life.run(60)
     assert life.status.is_true("Running")
-    assert restored_steps(life) == [bad.step, bad.step, bad.step, bad.step - 5]
+    assert life.restored_steps() == [bad.step, bad.step, bad.step, bad.step - 5]
     assert life.status.quarantined == (bad,)
     condition = life.status.condition(JobCondition.QUARANTINED)
     assert condition.is_true
@@ -100,7 +95,7 @@ def test_the_limit_is_the_users(limit: int) -> None:
     policy(life, quarantineAfter=limit)
     bad = poisoned(life)
     life.run(60)
-    assert restored_steps(life) == [bad.step] * limit + [bad.step - 5]
+    assert life.restored_steps() == [bad.step] * limit + [bad.step - 5]
 
 
 def test_an_operator_that_restarts_counts_the_same() -> None:
@@ -110,7 +105,7 @@ def test_an_operator_that_restarts_counts_the_same() -> None:
     for _ in range(5):
         life.run(40)
         life.restart()
-    assert restored_steps(life)[:4] == [bad.step, bad.step, bad.step, bad.step - 5]
+    assert life.restored_steps()[:4] == [bad.step, bad.step, bad.step, bad.step - 5]
 
 
 @pytest.mark.fault("The operator dies between two writes of a quarantine")
@@ -124,7 +119,7 @@ def test_an_operator_that_dies_between_two_writes_quarantines_the_same(writes: i
     life.restart()
     life.run(60)
     assert life.status.quarantined == (bad,)
-    assert restored_steps(life) == [bad.step, bad.step - 5]
+    assert life.restored_steps() == [bad.step, bad.step - 5]
 
 
 @pytest.mark.fault("A checkpoint ends every gang that restores it, and there is no older one")
@@ -135,10 +130,9 @@ def test_the_last_checkpoint_is_tried_until_the_budget_ends() -> None:
     policy(life, maxRestarts=5)
     bad = poisoned(life)
     life.run(300)
-    condition = life.status.condition(JobCondition.FAILED)
-    assert condition.reason == Reason.BACKOFF_LIMIT_EXCEEDED
+    assert life.status.condition(JobCondition.FAILED).reason == Reason.BACKOFF_LIMIT_EXCEEDED
     assert life.status.quarantined == ()
-    assert set(restored_steps(life)) == {bad.step}, "never from nothing"
+    assert set(life.restored_steps()) == {bad.step}, "never from nothing"
 
 
 def test_a_released_checkpoint_is_tried_until_the_budget_ends() -> None:
@@ -147,9 +141,8 @@ def test_a_released_checkpoint_is_tried_until_the_budget_ends() -> None:
     policy(life, maxRestarts=5, releasedSteps=[5])
     poisoned(life)
     life.run(300)
-    condition = life.status.condition(JobCondition.FAILED)
-    assert condition.reason == Reason.BACKOFF_LIMIT_EXCEEDED
-    assert set(restored_steps(life)) == {5}
+    assert life.status.condition(JobCondition.FAILED).reason == Reason.BACKOFF_LIMIT_EXCEEDED
+    assert set(life.restored_steps()) == {5}
 
 
 def test_a_user_releases_a_checkpoint() -> None:
@@ -162,8 +155,7 @@ def test_a_user_releases_a_checkpoint() -> None:
     policy(life, releasedSteps=[bad.step])
     life.run(5)
     assert life.status.quarantined == ()
-    condition = life.status.condition(JobCondition.QUARANTINED)
-    assert (condition.status, condition.reason) == ("False", Reason.RELEASED)
+    assert life.condition(JobCondition.QUARANTINED)[:2] == ("False", Reason.RELEASED)
     assert reasons(life).count(Reason.RELEASED) == 1
     assert marked(life) == set()
 
@@ -234,9 +226,8 @@ def test_a_rank_that_lost_its_peer_does_not_count_against_the_restore_point(
     """The peer's connections end with the cause, so the other rank fails with an error of its own."""
     observed = failing(record(4, 990.0), record(5, 991.0))
     both_dead = replace(observed.coordinator, dead=(cause, *observed.coordinator.dead))
-    decision = decide(replace(observed, coordinator=both_dead), now())
-    [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
-    assert bool(begun.status.quarantined) is counts
+    new = begun(decide(replace(observed, coordinator=both_dead), now()))
+    assert bool(new.status.quarantined) is counts
 
 
 def test_failures_that_a_rule_ignores_do_not_count_against_the_restore_point() -> None:
@@ -245,8 +236,8 @@ def test_failures_that_a_rule_ignores_do_not_count_against_the_restore_point() -
     policy(life, rules=[{"onReasons": ["RankFailed"], "action": "Ignore"}])
     bad = poisoned(life)
     life.run(120)
-    assert len(restored_steps(life)) > 4
-    assert set(restored_steps(life)) == {bad.step}
+    assert len(life.restored_steps()) > 4
+    assert set(life.restored_steps()) == {bad.step}
     assert counting(life.status) == 0
 
 
@@ -265,8 +256,7 @@ def test_uploads_after_it_are_recorded_although_their_steps_are_lower() -> None:
     after = life.status.last_persisted
     assert after.round > bad.round
     assert after.step < bad.step
-    for pod_name in list(life.cluster.pods):
-        life.cluster.lose_pod(pod_name)
+    life.lose_all_pods()
     life.run(60)
     assert life.status.restore_point.step >= after.step
 
@@ -377,17 +367,15 @@ def record(round_: int, seconds: float) -> RestartRecord:
 def test_failures_outside_of_the_window_count_against_the_checkpoint() -> None:
     """A script that takes half an hour until it fails would otherwise restart for ever."""
     old = (record(4, 0.0), record(5, 1.0))
-    decision = decide(failing(*old, spec={"window": "10s", "max_restarts": 3}), now())
-    [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
-    assert [q.step for q in begun.status.quarantined] == [10]
-    assert counting(begun.status) == 3
+    new = begun(decide(failing(*old, spec={"window": "10s", "max_restarts": 3}), now()))
+    assert [q.step for q in new.status.quarantined] == [10]
+    assert counting(new.status) == 3
 
 
 def test_records_of_another_checkpoint_outside_of_the_window_are_dropped() -> None:
     other = changed(record(1, 0.0), failed_from=CheckpointId(Step(5), RestartRound(1)))
-    decision = decide(failing(other, spec={"window": "10s"}), now())
-    [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
-    assert [r.round for r in begun.status.recent_restarts] == [6]
+    new = begun(decide(failing(other, spec={"window": "10s"}), now()))
+    assert [r.round for r in new.status.recent_restarts] == [6]
 
 
 @pytest.mark.fault("The object store is away for minutes while a checkpoint is restored")
@@ -401,12 +389,11 @@ def test_a_store_that_is_away_is_no_evidence_against_the_checkpoint() -> None:
             cannot_restore="worker 1: object store: connection refused",
             restore_may_succeed=may_succeed,
         )
-        decision = decide(replace(seen, coordinator=state), now())
-        [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
-        newest = begun.status.recent_restarts[-1]
+        new = begun(decide(replace(seen, coordinator=state), now()))
+        newest = new.status.recent_restarts[-1]
         assert (newest.ignored, newest.failed_from) == (True, None)
-        assert begun.status.recoveries[-1].reason == reason
-        assert begun.status.quarantined == ()
+        assert new.status.recoveries[-1].reason == reason
+        assert new.status.quarantined == ()
 
 
 def test_ranks_that_end_for_want_of_their_checkpoint_are_no_evidence_against_it() -> None:
@@ -414,11 +401,10 @@ def test_ranks_that_end_for_want_of_their_checkpoint_are_no_evidence_against_it(
     seen = failing(record(4, 1.0), record(5, 2.0))
     assert seen.coordinator is not None
     state = replace(seen.coordinator, cannot_restore="worker 1: rank 1: no place has a good copy")
-    decision = decide(replace(seen, coordinator=state), now())
-    [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
-    assert begun.status.quarantined == ()
-    assert [m.step for m in begun.status.missing] == [10]
-    assert counting(begun.status) == 2
+    new = begun(decide(replace(seen, coordinator=state), now()))
+    assert new.status.quarantined == ()
+    assert [m.step for m in new.status.missing] == [10]
+    assert counting(new.status) == 2
 
 
 @pytest.mark.fault("A rule would replace the pods with the checkpoint that follows a quarantine")
@@ -452,10 +438,9 @@ def test_a_pod_with_the_checkpoint_below_the_restore_point_is_not_replaced(
     sidecars = tuple(
         sidecar(p, 5, version=1, manifests=manifests, shards=[shards[p.worker]]) for p in seen.pods
     )
-    decision = decide(replace(seen, sidecars=sidecars), now())
-    [begun] = [a for a in decision.actions if isinstance(a, BeginRound)]
-    assert [q.step for q in begun.status.quarantined] == ([10] if has_older else [])
-    assert begun.status.members == ((0, 0) if has_older else (0, 6))
+    new = begun(decide(replace(seen, sidecars=sidecars), now()))
+    assert [q.step for q in new.status.quarantined] == ([10] if has_older else [])
+    assert new.status.members == ((0, 0) if has_older else (0, 6))
 
 
 def test_a_job_with_as_many_quarantined_checkpoints_as_fit_fails() -> None:
@@ -465,8 +450,7 @@ def test_a_job_with_as_many_quarantined_checkpoints_as_fit_fails() -> None:
     assert any(isinstance(a, BeginRound) for a in first.actions), "one failure is not too often"
     decision = decide(failing(*records, quarantined=many), now())
     [write] = [a for a in decision.actions if isinstance(a, WriteStatus)]
-    condition = write.status.condition(JobCondition.FAILED)
-    assert condition.reason == Reason.NO_PROGRESS
+    assert write.status.condition(JobCondition.FAILED).reason == Reason.NO_PROGRESS
     fewer = failing(*records, quarantined=many[1:])
     assert any(isinstance(a, BeginRound) for a in decide(fewer, now()).actions)
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 from tests.support.operator.builders import job, now, pod, sidecar, status
-from tests.support.operator.decisions import of_kind
+from tests.support.operator.decisions import begun, of_kind
 from tests.support.operator.progress import progress_of
 
 from holdfast_core.api import HangsStatus, RestorePointStatus, TrainingJobStatus, changed
 from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.model.actions import BeginRound, WriteStatus
+from holdfast_operator.model.actions import WriteStatus
 from holdfast_operator.model.job import JobMemory, Observed
 
 TEXT = "no rank has finished a step for 61 s; rank 1 did not arrive: evaluate (train.py:9)"
@@ -44,8 +44,8 @@ def gang(step: int, hangs: HangsStatus | None = None, *, hung: bool = True) -> O
 
 
 def after_hang(observed: Observed) -> TrainingJobStatus:
-    [begun] = (a for a in decide(observed, now()).actions if isinstance(a, BeginRound))
-    return begun.status
+    new = begun(decide(observed, now()))
+    return new.status
 
 
 def condition(found: TrainingJobStatus) -> tuple[bool, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.support.operator.life import WORKERS, Life
+from tests.support.operator.life import WORKERS, Life, begun, chosen
 from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import JobCondition, TrainingJobStatus
@@ -13,6 +13,7 @@ from holdfast_operator.model.reasons import Reason
 
 LONG = 700
 """Seconds of silence, longer than any limit of the operator."""
+SILENCE = JobCondition.SIDECARS_UNREACHABLE
 
 
 def training() -> Life:
@@ -31,20 +32,12 @@ def test_training_goes_on_through_total_silence() -> None:
     assert life.status.restart_round == round_, "no round begins because of silence alone"
     assert life.nothing_was_deleted()
     assert life.newest() > trained + 400
-    assert life.silent_condition() == ("True", Reason.NO_SIDECAR_ANSWERS)
+    assert life.condition(SILENCE)[:2] == ("True", Reason.NO_SIDECAR_ANSWERS)
     assert life.status.is_true("Running")
     life.end_silence()
     life.run(10)
-    assert life.silent_condition() == ("False", Reason.SIDECARS_ANSWER)
+    assert life.condition(SILENCE)[:2] == ("False", Reason.SIDECARS_ANSWER)
     assert life.status.last_committed_step > trained + 400
-
-
-def begun(status: TrainingJobStatus) -> bool:
-    return status.restart_round == 1
-
-
-def chosen(status: TrainingJobStatus) -> bool:
-    return status.restart_round == 1 and status.restore_point is not None
 
 
 @pytest.mark.fault("The operator restarts during a silence that began in a round")
@@ -65,7 +58,7 @@ def test_silence_that_begins_in_a_round_loses_nothing(
     life.run(LONG // 2)
     assert life.status.restart_round == 1
     assert life.nothing_was_deleted()
-    assert life.silent_condition() == ("True", Reason.NO_SIDECAR_ANSWERS)
+    assert life.condition(SILENCE)[:2] == ("True", Reason.NO_SIDECAR_ANSWERS)
     life.end_silence()
     life.run(60)
     assert life.status.is_true("Running")
@@ -88,7 +81,7 @@ def test_a_subset_that_holds_the_only_copies_is_waited_for(workers: tuple[int, .
     life.run(LONG)
     assert life.nothing_was_deleted()
     assert life.status.restore_point is None
-    assert life.silent_condition() == ("True", Reason.SOME_SIDECARS_SILENT)
+    assert life.condition(SILENCE)[:2] == ("True", Reason.SOME_SIDECARS_SILENT)
     life.end_silence()
     life.recovers_from(newest)
 
@@ -240,7 +233,7 @@ def test_a_first_round_without_an_answer_of_a_sidecar_reports_it() -> None:
     life.silence()
     life.run(LONG)
     assert life.nothing_was_deleted()
-    assert life.silent_condition() == ("True", Reason.NO_SIDECAR_ANSWERS)
+    assert life.condition(SILENCE)[:2] == ("True", Reason.NO_SIDECAR_ANSWERS)
     life.end_silence()
     life.run(30)
     assert life.status.is_true("Running")
@@ -281,6 +274,5 @@ def test_the_condition_names_what_was_tried_and_since_when() -> None:
     assert len(events) == 1
     writes = len(life.cluster.statuses)
     life.run(600)
-    again = life.status.condition(JobCondition.SIDECARS_UNREACHABLE)
-    assert again.message == first
+    assert life.status.condition(JobCondition.SIDECARS_UNREACHABLE).message == first
     assert len(life.cluster.statuses) - writes <= 61, "levels and goodput at most every 10 s"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.operator.builders import UID, job, metadata, now, pod, sidecar, status, world_of
-from tests.support.operator.decisions import created_pods, of_kind
+from tests.support.operator.decisions import begun, created_pods, of_kind
 
 from holdfast_core.api import (
     JobCondition,
@@ -95,13 +95,6 @@ def training(
     )
 
 
-def begun(observed: Observed) -> TrainingJobStatus:
-    """Return the status of the round that this pass begins."""
-    decision = decide(observed, now(1000.0))
-    [found] = [a.status for a in decision.actions if isinstance(a, BeginRound)]
-    return found
-
-
 def promoted(of: TrainingJobStatus) -> dict[int, str]:
     return {r.worker: r.pod for r in of.spares.promoted}
 
@@ -120,7 +113,7 @@ def test_the_round_takes_a_ready_spare_and_wants_a_new_one() -> None:
 
 
 def test_the_promoted_spare_is_sealed_and_then_gets_its_round() -> None:
-    after = begun(training(pod(0), pod(2), SPARE))
+    after = begun(decide(training(pod(0), pod(2), SPARE), now())).status
     chosen = changed(after, restore_point=RestorePointStatus(), coordinator=Worker(0))
     source = OwnPods(job(WORKERS, chosen, spares=1))
     pods = source.members((pod(0), pod(2), SPARE), frozenset())
@@ -138,7 +131,7 @@ def test_the_promoted_spare_is_sealed_and_then_gets_its_round() -> None:
 
 def test_a_promoted_spare_that_is_lost_is_a_failure_before_the_restore_point_is_chosen() -> None:
     """Another pod of its name would be sealed for an older round, and could be an empty one."""
-    after = begun(training(pod(0), pod(2), SPARE))
+    after = begun(decide(training(pod(0), pod(2), SPARE), now())).status
     observed = replace(
         training(),
         job=job(WORKERS, after, spares=1),
@@ -147,10 +140,9 @@ def test_a_promoted_spare_that_is_lost_is_a_failure_before_the_restore_point_is_
         coordinator=None,
         memory=JobMemory(round=RestartRound(1), round_seen_at=900.0, failure_seen_at=900.0),
     )
-    decision = decide(observed, now(1001.0))
-    [write] = [a for a in decision.actions if isinstance(a, BeginRound)]
-    assert (write.status.restart_round, write.status.members) == (2, (0, 2, 0))
-    assert write.confirm_gone == (SPARE.name,)
+    new = begun(decide(observed, now(1001.0)))
+    assert (new.status.restart_round, new.status.members) == (2, (0, 2, 0))
+    assert new.confirm_gone == (SPARE.name,)
 
 
 SILENT = SidecarView(SPARE.worker, SPARE.uid, Reachable.NO, unreachable_since=1.0)
@@ -171,7 +163,7 @@ SILENT = SidecarView(SPARE.worker, SPARE.uid, Reachable.NO, unreachable_since=1.
 def test_a_spare_is_not_taken_because(spare: PodView, view: SidecarView | None) -> None:
     views = (sidecar(pod(0), 0), sidecar(pod(2), 0), view or spare_sidecar(spare))
     observed = training(pod(0), pod(2), spare, sidecars=views)
-    assert promoted(begun(observed)) == {}
+    assert promoted(begun(decide(observed, now())).status) == {}
 
 
 @pytest.mark.fault("A spare is on the node that is lost with a worker")
@@ -185,7 +177,7 @@ def test_a_spare_is_not_taken_because(spare: PodView, view: SidecarView | None) 
 )
 def test_a_spare_is_not_taken_if_its_node(node: NodeView) -> None:
     observed = training(pod(0), pod(2), SPARE, nodes={node.name: node})
-    assert promoted(begun(observed)) == {}
+    assert promoted(begun(decide(observed, now())).status) == {}
 
 
 def test_a_spare_on_a_node_on_which_workers_failed_is_not_ready() -> None:
@@ -212,7 +204,7 @@ def test_the_spare_in_the_zone_with_the_fewest_workers_is_taken(
     zones: dict[str, str], taken: PodView
 ) -> None:
     observed = training(pod(0), pod(2), SPARE, SECOND, spares=2, labels=zones)
-    after = begun(observed)
+    after = begun(decide(observed, now())).status
     assert promoted(after) == {1: taken.name}
     number = taken.worker - FIRST_SPARE
     assert after.spares.births == tuple(RestartRound(int(n == number)) for n in range(2))
@@ -222,11 +214,11 @@ def test_two_lost_workers_take_two_spares_in_two_zones() -> None:
     third = pod(FIRST_SPARE + 2)
     zones = {SPARE.node or "": "a", SECOND.node or "": "a", third.node or "": "b", "node-0": "c"}
     observed = training(pod(0), SPARE, SECOND, third, spares=3, labels=zones)
-    assert promoted(begun(observed)) == {1: SPARE.name, 2: third.name}
+    assert promoted(begun(decide(observed, now())).status) == {1: SPARE.name, 2: third.name}
 
 
 def test_two_lost_workers_take_the_spare_and_a_new_pod() -> None:
-    after = begun(training(pod(0), SPARE))
+    after = begun(decide(training(pod(0), SPARE), now())).status
     assert promoted(after) == {1: SPARE.name}
     assert after.members == (0, 1, 1)
 
@@ -249,7 +241,7 @@ def test_a_spare_of_the_present_round_is_not_taken() -> None:
         coordinator=None,
         memory=replace(observed.memory, round=RestartRound(1)),
     )
-    after = begun(observed)
+    after = begun(decide(observed, now())).status
     assert (after.restart_round, after.members) == (1, (0, 1, 1))
     assert promoted(after) == {}
 

@@ -115,8 +115,7 @@ def test_without_a_store_no_pod_is_created_while_suspend_is_refused() -> None:
     newest = life.newest()
     before = suspend(life)
     life.run(5)
-    refused = life.status.condition(JobCondition.SUSPENDED)
-    assert (refused.status, refused.reason) == ("False", Reason.NO_OBJECT_TIER)
+    assert life.condition(JobCondition.SUSPENDED)[:2] == ("False", Reason.NO_OBJECT_TIER)
     assert len(life.cluster.pods) == 4
     life.cluster.lose_pod(life.pod(2))
     for _ in range(60):
@@ -287,8 +286,7 @@ def test_time_that_a_job_is_suspended_does_not_count_towards_its_deadline() -> N
     life.change_spec(suspend=False)
     assert not reached(life, 95, failed), "the clock starts again at the resumption"
     assert reached(life, 20, failed)
-    reason = life.status.condition(JobCondition.FAILED)
-    assert reason.reason == Reason.DEADLINE_EXCEEDED
+    assert life.status.condition(JobCondition.FAILED).reason == Reason.DEADLINE_EXCEEDED
     start = datetime(2026, 1, 1, tzinfo=UTC).timestamp() + resumed
     assert abs(life.status.start_time.timestamp() - start) <= 2
 

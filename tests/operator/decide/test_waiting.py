@@ -14,8 +14,7 @@ QUOTA = "exceeded quota: team, requested: pods=1, used: pods=2, limited: pods=2"
 
 
 def running(life: Life) -> tuple[str, str, str]:
-    found = life.status.condition(JobCondition.RUNNING)
-    return found.status, found.reason, found.message
+    return life.condition(JobCondition.RUNNING)
 
 
 @pytest.mark.fault("The API server refuses to create a pod in the first round")

@@ -43,15 +43,10 @@ def begun() -> tuple[Life, CheckpointId]:
     return life, newest.id
 
 
-def lose_all_pods(life: Life) -> None:
-    for name in list(life.cluster.pods):
-        life.cluster.lose_pod(name)
-
-
 @pytest.mark.fault("A drill finds damage in the object store")
 def test_the_next_older_one_is_restored_after_the_loss_of_all_pods() -> None:
     life, bad = begun()
-    lose_all_pods(life)
+    life.lose_all_pods()
     drilled(life, bad)
     life.run(90)
     assert life.status.quarantined == (bad,)
@@ -84,8 +79,7 @@ def test_an_intact_drill_of_a_repaired_checkpoint_ends_the_quarantine() -> None:
     raw = drilled(life, bad, "Intact")
     life.run(5)
     assert life.status.quarantined == ()
-    condition = life.status.condition(JobCondition.QUARANTINED)
-    assert (condition.status, condition.reason) == ("False", Reason.RELEASED)
+    assert life.condition(JobCondition.QUARANTINED)[:2] == ("False", Reason.RELEASED)
     assert not Checkpoint.from_dict(raw).status.is_true(CheckpointCondition.QUARANTINED)
 
 
@@ -132,7 +126,7 @@ def test_a_job_whose_checkpoints_are_all_damaged_waits_for_a_person() -> None:
         found = Checkpoint.from_dict(raw).id
         assert found is not None
         drilled(life, found)
-    lose_all_pods(life)
+    life.lose_all_pods()
     life.run(120)
     lost = life.status.condition(JobCondition.CHECKPOINTS_LOST)
     assert lost.is_true

@@ -54,8 +54,7 @@ def persists(life: Life) -> None:
 
 
 def missing(life: Life) -> tuple[str, str, str]:
-    found = life.status.condition(JobCondition.WORKERS_MISSING)
-    return found.status, found.reason, found.message
+    return life.condition(JobCondition.WORKERS_MISSING)
 
 
 def becomes(life: Life, workers: int, seconds: int = 200) -> None:
@@ -210,8 +209,7 @@ def test_a_number_that_the_script_refuses_is_not_tried_again_until_the_spec_chan
     value, reason, message = missing(life)
     assert (value, reason) == ("True", Reason.CANNOT_SHRINK)
     assert "it failed with 3 workers before its first step" in message
-    resizing = life.status.condition(JobCondition.RESIZING)
-    assert (resizing.status, resizing.reason) == ("False", Reason.RESIZE_FAILED)
+    assert life.condition(JobCondition.RESIZING)[:2] == ("False", Reason.RESIZE_FAILED)
     life.run(3 * SHRINK_AFTER)
     assert life.status.restart_round == round_, "3 is not tried again"
     life.cluster.full_nodes = set()

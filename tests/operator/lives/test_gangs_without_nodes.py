@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 from tests.support.operator.builders import now
-from tests.support.operator.life import Life, after_each_death
+from tests.support.operator.life import Life, after_each_death, runs
 from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import JobCondition, TrainingJobStatus
@@ -27,16 +27,11 @@ def half_of_the_nodes(*, store: bool = False, total_steps: int = 100_000) -> Lif
 
 
 def unschedulable(life: Life) -> tuple[str, str, str]:
-    found = life.status.condition(JobCondition.UNSCHEDULABLE)
-    return found.status, found.reason, found.message
+    return life.condition(JobCondition.UNSCHEDULABLE)
 
 
 def gave_back(status: TrainingJobStatus) -> bool:
     return status.scheduling is not None and status.scheduling.retry_at is not None
-
-
-def runs(status: TrainingJobStatus) -> bool:
-    return status.is_true(JobCondition.RUNNING)
 
 
 @pytest.mark.fault("Not all pods of a gang can be scheduled")
@@ -51,8 +46,7 @@ def test_pods_that_cannot_all_be_scheduled_are_deleted_and_created_again() -> No
     assert message.startswith("2 of 4 pods have no node (")
     assert "0/6 nodes are available" in message
     assert "Round 1 creates them again at 2026-01-01T" in message
-    running = life.status.condition(JobCondition.RUNNING)
-    assert (running.status, running.reason) == ("False", Reason.NOT_SCHEDULED)
+    assert life.condition(JobCondition.RUNNING)[:2] == ("False", Reason.NOT_SCHEDULED)
     warnings = [e for e in life.operator.events if e.kind is EventKind.WARNING]
     assert [e.reason for e in warnings] == [Reason.NOT_SCHEDULED]
 

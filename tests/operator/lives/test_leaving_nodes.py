@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from tests.support.operator.fake_cluster import FakeNode
 from tests.support.operator.life import WORKERS, Life
 from tests.support.operator.oracle import broken_rules
 from tests.support.operator.simulated_operator import LEAVING_TAINTS
@@ -20,15 +19,6 @@ def training(copies: int = 1, tolerations: Sequence[dict[str, str]] = ()) -> Lif
     life = Life(copies=copies, tolerations=tolerations)
     life.run(60, until=lambda status: status.is_true("Running"))
     return life
-
-
-def node_of(life: Life, worker: int) -> FakeNode:
-    [node] = [
-        life.cluster.nodes[p.view.node or ""]
-        for p in life.cluster.pods.values()
-        if p.view.worker == worker and not p.view.terminating
-    ]
-    return node
 
 
 def most_pods_away(life: Life, seconds: int) -> int:
@@ -51,30 +41,25 @@ def deletes(life: Life) -> list[str]:
     return [text for text in events if text.startswith("pod ")]
 
 
-def condition(life: Life) -> tuple[bool, str, str]:
-    found = life.status.condition(JobCondition.NODES_LEAVING)
-    return found.is_true, found.reason, found.message
-
-
 @pytest.mark.fault("A spot notice or an autoscaler taints nodes of a training gang")
 def test_the_workers_of_nodes_that_leave_move_one_after_the_other() -> None:
     life = training()
-    leaving = [node_of(life, worker) for worker in (1, 2, 3)]
+    leaving = [life.node_of(worker) for worker in (1, 2, 3)]
     for node in leaving:
         node.notice = NOTICE
     assert most_pods_away(life, 200) == 1
     assert life.status.restart_round == 3
     assert life.status.members == (0, 1, 2, 3)
-    assert not any(node_of(life, worker) in leaving for worker in range(WORKERS))
+    assert not any(life.node_of(worker) in leaving for worker in range(WORKERS))
     assert len(deletes(life)) == 3
     assert NOTICE in deletes(life)[0]
-    assert condition(life)[:2] == (False, Reason.NODES_STAY)
+    assert life.condition(JobCondition.NODES_LEAVING)[:2] == ("False", Reason.NODES_STAY)
     assert broken_rules(life.cluster, life.copies) == []
 
 
 def test_a_pod_that_tolerates_the_taint_stays() -> None:
     life = training(tolerations=[{"operator": "Exists"}])
-    node_of(life, 2).notice = NOTICE
+    life.node_of(2).notice = NOTICE
     life.run(60)
     assert life.nothing_was_deleted()
     assert life.status.condition(JobCondition.NODES_LEAVING) is None
@@ -82,7 +67,7 @@ def test_a_pod_that_tolerates_the_taint_stays() -> None:
 
 def test_the_taint_of_a_node_without_a_notice_is_no_reason_to_leave_it() -> None:
     life = training()
-    node_of(life, 2).notice = "node.kubernetes.io/unschedulable"
+    life.node_of(2).notice = "node.kubernetes.io/unschedulable"
     life.run(60)
     assert life.nothing_was_deleted()
     assert life.status.condition(JobCondition.NODES_LEAVING) is None
@@ -91,11 +76,11 @@ def test_the_taint_of_a_node_without_a_notice_is_no_reason_to_leave_it() -> None
 @pytest.mark.fault("A node leaves while the job has neither copies on peers nor an object store")
 def test_a_pod_without_copies_on_other_pods_stays_and_the_status_says_so() -> None:
     life = training(copies=0)
-    node_of(life, 2).notice = NOTICE
+    life.node_of(2).notice = NOTICE
     life.run(60)
     assert life.nothing_was_deleted()
-    shown, reason, text = condition(life)
-    assert (shown, reason) == (True, Reason.NODE_LEAVING_POD_STAYS)
+    shown, reason, text = life.condition(JobCondition.NODES_LEAVING)
+    assert (shown, reason) == ("True", Reason.NODE_LEAVING_POD_STAYS)
     assert "no other pod has copies of its shards" in text and "the job has no object store" in text
 
 
@@ -104,7 +89,7 @@ def test_a_pod_without_copies_on_other_pods_stays_and_the_status_says_so() -> No
 def test_an_operator_that_restarts_deletes_no_second_pod(passes: int) -> None:
     life = training()
     for worker in (1, 2):
-        node_of(life, worker).notice = NOTICE
+        life.node_of(worker).notice = NOTICE
     life.run(passes)
     life.restart()
     assert most_pods_away(life, 150) == 1

@@ -10,7 +10,7 @@ import pytest
 from tests.support.operator.builders import NAMESPACE
 from tests.support.operator.decisions import counting
 from tests.support.operator.fake_cluster import LEASE_SECONDS, TAINT_SECONDS, FakeNode
-from tests.support.operator.life import Life
+from tests.support.operator.life import Life, begun, chosen
 from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import JobCondition, TrainingJobStatus
@@ -31,24 +31,18 @@ def training(**options: Any) -> Life:
     return life
 
 
-def node_of(life: Life, worker: int) -> FakeNode:
-    pod = life.operator.worker_pod(worker)
-    assert pod is not None and pod.node is not None
-    return life.cluster.nodes[pod.node]
-
-
 def training_on_many_nodes() -> tuple[Life, list[FakeNode]]:
     """Return a gang that trains in a cluster with 12 further nodes, and these with the node of worker 2."""
     life = training()
     others = {f"other-{n}": FakeNode(f"other-{n}") for n in range(12)}
     life.cluster.nodes |= others
     life.run(10)
-    return life, [*others.values(), node_of(life, 2)]
+    return life, [*others.values(), life.node_of(2)]
 
 
 def only_node_that_fits(life: Life, worker: int) -> FakeNode:
     """Return the worker's node, after filling all other nodes."""
-    node = node_of(life, worker)
+    node = life.node_of(worker)
     life.cluster.full_nodes = set(life.cluster.nodes) - {node.name}
     return node
 
@@ -71,20 +65,12 @@ def writes_of_pods(life: Life) -> int:
     return sum("/pods" in path for _, path in life.cluster.api.requests)
 
 
-def begun(status: TrainingJobStatus) -> bool:
-    return status.restart_round == 1
-
-
-def chosen(status: TrainingJobStatus) -> bool:
-    return begun(status) and status.restore_point is not None
-
-
 @pytest.mark.fault("Ranks fail before the lost node's lease has stopped")
 def test_ranks_that_fail_before_the_lease_has_stopped_begin_no_round_of_their_own() -> None:
     """The dead machine's connections are closed, so its peers fail within seconds."""
     life = training()
     life.cluster.gang.peers_hang = False
-    node = node_of(life, 2)
+    node = life.node_of(2)
     node.dead = True
     life.run(LEASE_SECONDS - 5)
     assert life.status.restart_round == 0
@@ -115,30 +101,30 @@ def one_round(life: Life) -> bool:
 @pytest.mark.parametrize("fault", ["dead", "cut_off", "deleted"])
 def test_a_lost_node_costs_one_round(fault: str) -> None:
     life = training()
-    node = node_of(life, 2)
+    node = life.node_of(2)
     setattr(node, fault, True)
     life.run(LONG)
     assert one_round(life)
     assert life.status.members == (0, 0, 1, 0)
-    assert node_of(life, 2) is not node
+    assert life.node_of(2) is not node
 
 
 @pytest.mark.fault("Several nodes are lost at once")
 def test_several_nodes_that_are_lost_at_once_cost_one_round() -> None:
     life = training(copies=2)
-    lost = [node_of(life, 1), node_of(life, 2)]
+    lost = [life.node_of(1), life.node_of(2)]
     for node in lost:
         node.dead = True
     life.run(LONG)
     assert one_round(life)
-    assert node_of(life, 1) not in lost and node_of(life, 2) not in lost
+    assert life.node_of(1) not in lost and life.node_of(2) not in lost
 
 
 @pytest.mark.fault("A second node is lost while the first still takes pods")
 def test_two_nodes_lost_one_after_another_cost_two_rounds() -> None:
     """The second replacement also avoids the first node, whose pod was deleted long before."""
     life = training()
-    first, second = node_of(life, 1), node_of(life, 2)
+    first, second = life.node_of(1), life.node_of(2)
     first.dead = True
     life.run(LEASE_SECONDS + 10)
     assert life.status.is_true("Running")
@@ -148,7 +134,7 @@ def test_two_nodes_lost_one_after_another_cost_two_rounds() -> None:
     life.run(LONG)
     assert life.status.is_true("Running")
     assert life.status.restart_round == 2
-    assert node_of(life, 2) not in (first, second)
+    assert life.node_of(2) not in (first, second)
 
 
 @pytest.mark.fault("A replacement was bound to the dead node before the loss was noticed")
@@ -156,16 +142,16 @@ def test_two_nodes_lost_one_after_another_cost_two_rounds() -> None:
 def test_a_pod_that_was_bound_before_the_loss_was_noticed(restarts: bool) -> None:
     """The pod never starts on the lost node. It is created again in its round, which has a restore point."""
     life = training()
-    node = node_of(life, 2)
+    node = life.node_of(2)
     node.dead = True
     life.cluster.lose_pod(life.pod(2))
     life.run(AT_ONCE, until=chosen)
-    assert node_of(life, 2) is node, "the scheduler does not know yet"
+    assert life.node_of(2) is node, "the scheduler does not know yet"
     if restarts:
         life.restart()
     life.run(LONG)
     assert one_round(life)
-    assert node_of(life, 2) is not node
+    assert life.node_of(2) is not node
 
 
 @pytest.mark.fault("The operator restarts in the round of a lost node")
@@ -174,13 +160,13 @@ def test_an_operator_that_restarts_in_the_round_forgets_no_lost_node(
     reached: Callable[[TrainingJobStatus], bool],
 ) -> None:
     life = training()
-    node = node_of(life, 2)
+    node = life.node_of(2)
     node.dead = True
     life.run(LEASE_SECONDS * 2, until=reached)
     life.restart()
     life.run(LONG)
     assert one_round(life)
-    assert node_of(life, 2) is not node
+    assert life.node_of(2) is not node
 
 
 @pytest.mark.fault("The lost node is the only one that fits, and returns")
@@ -202,7 +188,7 @@ def test_a_job_that_fits_on_the_lost_node_only_waits_and_uses_it_when_it_returns
     lost.cut_off = False
     life.run(30)
     assert one_round(life)
-    assert node_of(life, 2) is lost
+    assert life.node_of(2) is lost
 
 
 @pytest.mark.fault("The operator restarts while a pod waits for other nodes")
@@ -243,7 +229,7 @@ def test_a_waiting_pod_stops_excluding_a_node_that_kubernetes_has_tainted(restar
     life.cluster.nodes["added"] = FakeNode("added")
     life.run(30)
     assert one_round(life)
-    assert node_of(life, 2).name == "added"
+    assert life.node_of(2).name == "added"
 
 
 @pytest.mark.fault("A Node object of a machine that died long ago stays")
@@ -265,11 +251,11 @@ def test_a_node_that_died_long_ago_is_not_excluded() -> None:
 def test_a_pod_that_tolerates_the_taint_of_a_lost_node_costs_one_round() -> None:
     """The scheduler may place such a pod on the dead node at any time."""
     life = training(tolerations=[{"operator": "Exists"}])
-    node = node_of(life, 2)
+    node = life.node_of(2)
     node.dead = True
     life.run(LONG)
     assert one_round(life)
-    assert node_of(life, 2) is not node
+    assert life.node_of(2) is not node
 
 
 @pytest.mark.fault("An admission plug-in lets pods onto lost nodes")
@@ -297,7 +283,7 @@ def test_a_round_that_begins_while_a_pod_waits_creates_it_again() -> None:
     lost.cut_off = True
     life.run(LEASE_SECONDS + 5)
     life.cluster.fail_pod(life.pod(0), "Error")
-    life.cluster.full_nodes.discard(node_of(life, 0).name)
+    life.cluster.full_nodes.discard(life.node_of(0).name)
     life.run(30)
     assert life.status.restart_round == 2
     assert life.status.members == (2, 0, 2, 0)
@@ -311,7 +297,7 @@ def test_a_round_that_begins_while_a_pod_waits_creates_it_again() -> None:
 def test_a_pod_that_names_its_node_waits_there() -> None:
     """With spec.nodeName in the template, no scheduler reads an affinity, and no new pod helps."""
     life = training()
-    node = node_of(life, 2)
+    node = life.node_of(2)
     life.cluster.job["spec"]["template"]["spec"]["nodeName"] = node.name
     life.cluster.touch_job()
     node.cut_off = True
@@ -328,7 +314,7 @@ def test_a_pod_that_names_its_node_waits_there() -> None:
 @pytest.mark.fault("A node that was lost is in use again")
 def test_a_node_that_was_lost_and_came_back_is_used_again() -> None:
     life = training()
-    node = node_of(life, 2)
+    node = life.node_of(2)
     node.cut_off = True
     life.run(LONG)
     assert one_round(life)
@@ -337,7 +323,7 @@ def test_a_node_that_was_lost_and_came_back_is_used_again() -> None:
     life.cluster.lose_pod(life.pod(2))
     life.run(15)
     assert life.status.is_true("Running")
-    assert node_of(life, 2) is node, "the emptiest node with the lowest name"
+    assert life.node_of(2) is node, "the emptiest node with the lowest name"
 
 
 @pytest.mark.fault(
@@ -363,9 +349,9 @@ def test_a_slow_api_server_and_a_sidecar_that_does_not_answer_restart_no_gang() 
 )
 def test_the_loss_of_most_nodes_is_found_by_their_taints() -> None:
     life, most = training_on_many_nodes()
-    lost = node_of(life, 2)
+    lost = life.node_of(2)
     for node in most:
         node.dead = True
     life.run(LONG)
     assert one_round(life)
-    assert node_of(life, 2) is not lost
+    assert life.node_of(2) is not lost

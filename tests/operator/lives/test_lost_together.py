@@ -147,14 +147,13 @@ def test_one_event_and_one_log_line_describe_a_complete_recovery(
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     life = trained()
-    node = life.operator.worker_pod(2)
-    assert node is not None and node.node is not None
-    life.cluster.nodes[node.node].dead = True
+    node = life.node_of(2)
+    node.dead = True
     life.run(90)
     assert life.status.is_true("Running")
     texts = [e.message for e in life.operator.events if e.reason is Reason.RECOVERED]
     assert len(texts) == 1
-    assert texts[0].startswith(f"round 1: NodeLost (worker 2, {node.node}), ")
+    assert texts[0].startswith(f"round 1: NodeLost (worker 2, {node.name}), ")
     assert " s detect, " in texts[0] and " s in total, restored step " in texts[0]
     assert texts[0].endswith(" steps lost")
     assert [r.getMessage() for r in caplog.records].count(texts[0]) == 1

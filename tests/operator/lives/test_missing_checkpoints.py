@@ -30,16 +30,6 @@ def empty_the_bucket(life: Life) -> dict[CheckpointId, ManifestView]:
     return had
 
 
-def lose_all_pods(life: Life) -> None:
-    for name in list(life.cluster.pods):
-        life.cluster.lose_pod(name)
-
-
-def restored_steps(life: Life) -> list[int | None]:
-    """Return the steps of all restore points but that of the first round."""
-    return [c.status["restorePoint"].get("step") for c in life.cluster.choices[1:]]
-
-
 def persisted(life: Life) -> CheckpointId | None:
     found = life.status.last_persisted
     return None if found is None else found.id
@@ -53,7 +43,7 @@ def conditions(life: Life) -> dict[str, str]:
 def test_an_emptied_bucket_is_waited_for_and_the_job_goes_on_when_it_is_restored() -> None:
     life = stored_life()
     had = empty_the_bucket(life)
-    lose_all_pods(life)
+    life.lose_all_pods()
     life.run(300)
     events = len(life.operator.events)
     life.run(600)
@@ -64,17 +54,15 @@ def test_an_emptied_bucket_is_waited_for_and_the_job_goes_on_when_it_is_restored
     assert counting(life.status) == 0
     assert conditions(life)[MISSING] == "True"
     assert conditions(life)["RemoteTierHealthy"] == "False"
-    running = life.status.condition("Running")
-    assert (running.status, running.reason) == ("False", MISSING)
-    missing = life.status.condition(MISSING)
-    assert f"step {newest.step} of round {newest.round}" in missing.message
+    assert life.condition("Running")[:2] == ("False", MISSING)
+    assert f"step {newest.step} of round {newest.round}" in life.status.condition(MISSING).message
     assert MISSING in {e.reason for e in life.operator.events}
     rounds = life.status.restart_round
     life.cluster.store.checkpoints.update(had)
     life.run(60, until=lambda s: s.is_true("Running"))
     assert life.status.is_true("Running")
     assert life.status.restart_round == rounds, "the sidecars find it by themselves"
-    assert restored_steps(life)[-1] == newest.step
+    assert life.restored_steps()[-1] == newest.step
     life.run(30)
     assert conditions(life)[MISSING] == "False"
     assert conditions(life)["RemoteTierHealthy"] == "True"
@@ -85,10 +73,10 @@ def test_an_older_checkpoint_that_the_store_has_is_restored_and_the_status_says_
     newest = life.status.last_persisted
     del life.cluster.store.checkpoints[newest.id]
     older = max(i.step for i in life.cluster.store.checkpoints)
-    lose_all_pods(life)
+    life.lose_all_pods()
     life.run(120, until=lambda s: s.is_true("Running"))
     assert life.status.is_true("Running")
-    assert restored_steps(life) == [newest.step, older]
+    assert life.restored_steps() == [newest.step, older]
     assert life.status.quarantined == ()
     assert counting(life.status) == 0
     texts = [e.message for e in life.operator.events if e.reason == MISSING]
@@ -101,12 +89,12 @@ def test_if_all_of_them_are_missing_the_newest_is_waited_for(restarts: bool) -> 
     newest = life.status.last_persisted
     assert newest is not None
     empty_the_bucket(life)
-    lose_all_pods(life)
+    life.lose_all_pods()
     life.run(300)
     if restarts:
         life.restart()
         life.run(60)
-    assert restored_steps(life)[-1] == newest.step
+    assert life.restored_steps()[-1] == newest.step
     rounds = life.status.restart_round
     life.run(600)
     assert life.status.restart_round == rounds, "no round begins while there is nothing else"
@@ -168,7 +156,7 @@ def test_pods_on_lost_nodes_are_kept_while_the_store_lacks_the_step(
             node.cut_off = False
     life.run(200, until=lambda s: s.is_true("Running"))
     assert life.status.is_true("Running")
-    assert set(restored_steps(life)) == {newest.step}
+    assert set(life.restored_steps()) == {newest.step}
 
 
 @pytest.mark.fault("The bucket is emptied, and filled again after the job has failed")
@@ -185,7 +173,7 @@ def test_pods_of_a_failed_job_go_when_the_bucket_is_filled_again(trained: bool) 
         life.change_spec(failurePolicy={"maxRestarts": 0})
         life.rank_dies()
     else:
-        lose_all_pods(life)
+        life.lose_all_pods()
         life.change_spec(activeDeadlineSeconds=600)
     life.run(900, until=lambda s: s.is_true("Failed"))
     assert conditions(life)["Failed"] == "True"
@@ -201,7 +189,7 @@ def test_pods_of_a_failed_job_go_when_the_bucket_is_filled_again(trained: bool) 
 def test_a_store_that_is_away_during_the_restore_spends_no_restarts() -> None:
     life = stored_life()
     life.cluster.store.away = True
-    lose_all_pods(life)
+    life.lose_all_pods()
     life.run(1800)
     assert "Failed" not in conditions(life)
     assert life.status.quarantined == ()

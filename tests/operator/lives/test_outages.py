@@ -28,11 +28,6 @@ def data_goes_away(life: Life) -> CheckpointId:
     return newest
 
 
-def restored_steps(life: Life) -> list[int | None]:
-    """Return the steps of all restore points but that of the first round."""
-    return [c.status["restorePoint"].get("step") for c in life.cluster.choices[1:]]
-
-
 def conditions(life: Life) -> dict[str, str]:
     return {c.type: c.status for c in life.status.conditions}
 
@@ -50,7 +45,7 @@ def test_an_outage_of_minutes_neither_fails_the_job_nor_costs_a_step(minutes: in
     life.run(900, until=lambda s: s.is_true("Running"))
     assert life.status.is_true("Running")
     assert life.status.quarantined == ()
-    assert restored_steps(life)[-1] == newest.step
+    assert life.restored_steps()[-1] == newest.step
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
@@ -66,8 +61,7 @@ def test_the_budget_ends_a_job_however_long_its_ranks_take_to_fail(
     if trained:
         life.rank_dies()
     life.run(11 * (seconds + 660), until=lambda s: s.is_true("Failed"))
-    failed = life.status.condition("Failed")
-    assert failed.reason == "BackoffLimitExceeded"
+    assert life.status.condition("Failed").reason == "BackoffLimitExceeded"
     assert life.status.restarts == 10
     assert counting(life.status) == 10
 
@@ -83,7 +77,7 @@ def test_a_checkpoint_is_released_if_the_older_one_fails_in_the_same_way() -> No
     life.run(1200, until=lambda s: not s.quarantined)
     life.run(900, until=lambda s: s.restore_point is not None)
     assert life.status.quarantined == ()
-    tried = restored_steps(life)
+    tried = life.restored_steps()
     assert tried == [newest.step] * 3 + [newest.step - 5] * 3 + [newest.step]
     assert life.status.last_committed_step == newest.step
 
@@ -177,8 +171,7 @@ def test_a_job_that_fails_without_a_commit_deletes_its_pods() -> None:
 
 def kept(life: Life) -> tuple[str, str, str]:
     """Return value, reason and message of condition PodsKept."""
-    found = life.status.condition("PodsKept")
-    return found.status, found.reason, found.message
+    return life.condition("PodsKept")
 
 
 def fail_while_the_store_is_away(life: Life) -> CheckpointId:
@@ -249,8 +242,7 @@ def test_a_step_that_can_not_be_uploaded_any_more_is_kept_and_the_status_says_wh
 def test_a_person_who_deletes_the_pods_gives_the_step_up() -> None:
     life = failing_life(store=True)
     fail_while_the_store_is_away(life)
-    for name in list(life.cluster.pods):
-        life.cluster.lose_pod(name)
+    life.lose_all_pods()
     life.run(30)
     assert kept(life)[:2] == ("False", Reason.PODS_GONE)
     assert "in the object store" not in kept(life)[2]

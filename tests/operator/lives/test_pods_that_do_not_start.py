@@ -48,8 +48,7 @@ def test_a_pod_that_does_not_start_is_named_with_its_node_and_what_it_mounts() -
 def test_a_normal_start_is_not_named() -> None:
     life = stuck_life()
     life.run(20)
-    running = life.status.condition("Running")
-    assert "node-1" not in running.message
+    assert "node-1" not in life.status.condition("Running").message
 
 
 @pytest.mark.fault("A pod has a node and never starts")
@@ -85,8 +84,7 @@ def test_a_cause_that_all_nodes_share_moves_the_pods_of_one_node_only() -> None:
     life = stuck_life()
     life.cluster.stuck_nodes = set(life.cluster.nodes)
     life.run(4 * TIME_OUT)
-    found = life.status.condition("Running")
-    assert "the cause is probably no node" in found.message
+    assert "the cause is probably no node" in life.status.condition("Running").message
     assert len({f.node for f in life.status.node_failures}) == 1
 
 

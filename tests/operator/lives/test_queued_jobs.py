@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 from tests.support.operator.builders import NAMESPACE, UID
 from tests.support.operator.decisions import counting
-from tests.support.operator.life import Life, after_each_death
+from tests.support.operator.life import Life, after_each_death, runs
 from tests.support.operator.oracle import broken_rules
 from tests.support.operator.played_kueue import MANAGED, PlayedKueue
 
-from holdfast_core.api import JobCondition, TrainingJobStatus
+from holdfast_core.api import JobCondition
 from holdfast_core.ids import JobUid
 from holdfast_core.names import pod_group_name
 from holdfast_operator.model import labels
@@ -37,8 +37,7 @@ class Queued(Life):
         self.cluster.touch_job()
 
     def queued(self) -> tuple[str, str, str]:
-        found = self.status.condition(JobCondition.QUEUED)
-        return found.status, found.reason, found.message
+        return self.condition(JobCondition.QUEUED)
 
     def groups(self) -> set[str]:
         """Return the groups of the pods that exist."""
@@ -61,10 +60,6 @@ class Queued(Life):
         assert self.groups() == self.kueue.admitted()
         assert self.finalizers() == len(self.status.members)
         assert broken_rules(self.cluster, self.copies) == []
-
-
-def runs(status: TrainingJobStatus) -> bool:
-    return status.is_true(JobCondition.RUNNING)
 
 
 def group(workers: int, round_: int) -> str:
@@ -92,8 +87,7 @@ def test_a_gang_waits_for_its_queue_and_starts_when_it_is_admitted() -> None:
     assert (value, reason) == ("True", Reason.WAITING_FOR_QUEUE)
     assert message.startswith("4 of 4 pods wait until Kueue admits them to LocalQueue team-queue")
     assert f"kubectl -n {NAMESPACE} describe workload {group(4, 0)}" in message
-    running = life.status.condition(JobCondition.RUNNING)
-    assert (running.status, running.reason) == ("False", Reason.WAITING_FOR_QUEUE)
+    assert life.condition(JobCondition.RUNNING)[:2] == ("False", Reason.WAITING_FOR_QUEUE)
     assert life.status.start_time is None, "the wait does not count for activeDeadlineSeconds"
 
     life.kueue.quota = 4
@@ -111,8 +105,7 @@ def test_a_deadline_does_not_run_while_the_gang_waits_for_its_queue() -> None:
     life.kueue.quota = 4
     life.trains()
     life.run(110, until=lambda s: s.is_true(JobCondition.FAILED))
-    failed = life.status.condition(JobCondition.FAILED)
-    assert failed.reason == Reason.DEADLINE_EXCEEDED
+    assert life.status.condition(JobCondition.FAILED).reason == Reason.DEADLINE_EXCEEDED
 
 
 @pytest.mark.fault("The queue of a job does not exist")
@@ -318,8 +311,7 @@ def test_a_running_job_that_gets_the_label_is_queued_after_a_suspension() -> Non
     life.cluster.lose_pod(life.pod(1))
     life.run(60)
     assert runs(life.status)
-    found = life.status.condition(JobCondition.QUEUED)
-    assert (found.status, found.reason) == ("False", Reason.QUEUE_CHANGES_LATER)
+    assert life.condition(JobCondition.QUEUED)[:2] == ("False", Reason.QUEUE_CHANGES_LATER)
     assert kueue.workloads == {}
     life.change_spec(suspend=True)
     life.run(60, until=lambda s: s.is_true(JobCondition.SUSPENDED))

@@ -14,8 +14,7 @@ from holdfast_operator.model.reasons import Reason
 
 
 def resizing(life: Life) -> tuple[str, str, str]:
-    found = life.status.condition(JobCondition.RESIZING)
-    return found.status, found.reason, found.message
+    return life.condition(JobCondition.RESIZING)
 
 
 def becomes(life: Life, workers: int, newest: CheckpointId | None = None) -> None:

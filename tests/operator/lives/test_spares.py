@@ -193,8 +193,7 @@ def test_a_quota_that_refuses_spares_does_not_disturb_the_gang() -> None:
     assert life.status.is_true(JobCondition.RUNNING)
     assert life.status.step > step + 30
     assert life.status.last_persisted is not None
-    found = life.status.condition(JobCondition.SPARES_READY)
-    assert (found.status, found.reason) == ("False", Reason.SPARES_WAIT)
+    assert life.condition(JobCondition.SPARES_READY)[:2] == ("False", Reason.SPARES_WAIT)
     life.cluster.pod_refusal = ""
     goes_on(life, 2)
     assert life.status.restart_round == 0

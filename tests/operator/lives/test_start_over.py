@@ -32,8 +32,7 @@ def lose_two(life: Life) -> None:
 
 
 def running_reason(status: TrainingJobStatus) -> str:
-    running = status.condition("Running")
-    return running.reason
+    return status.condition("Running").reason
 
 
 def confirm(life: Life) -> None:
@@ -117,8 +116,7 @@ def test_an_upload_that_the_status_does_not_name_is_found() -> None:
     assert newest is not None
     info = next(iter(life.cluster.sidecars.values())).manifests[newest]
     life.cluster.store.checkpoints[newest] = info
-    for name in list(life.cluster.pods):
-        life.cluster.lose_pod(name)
+    life.lose_all_pods()
     life.cluster.store.away = False
     life.run(120, until=lambda s: s.is_true("Running") and s.restart_round == 1)
     assert starts(life) == [newest.step]

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from holdfast_core.api import CheckpointStatus, TrainingJobStatus
-from holdfast_operator.model.actions import Action, DesiredObject, described
+from holdfast_operator.model.actions import (
+    Action,
+    BeginRound,
+    Decision,
+    DesiredObject,
+    described,
+)
 from holdfast_operator.model.job import PodView
 from holdfast_operator.model.ownership import worker_identity
 from holdfast_operator.watch.records import pod_view
@@ -22,6 +28,13 @@ def of_kind(actions: Iterable[Action], *kinds: type | str) -> list[Any]:
 def does(action: Action, *texts: str) -> bool:
     """Return whether the description of the action begins with the words of one of these: "create Pod"."""
     return f"{described(action)} ".startswith(tuple(f"{text} " for text in texts))
+
+
+def begun(decision: Decision) -> BeginRound:
+    """Return the beginning of a round, which the decision must contain."""
+    [found] = of_kind(decision.actions, BeginRound)
+    assert isinstance(found, BeginRound)
+    return found
 
 
 def counting(status: TrainingJobStatus) -> int:

@@ -198,10 +198,24 @@ class Life:
     def nothing_was_deleted(self) -> bool:
         return self.cluster.deletions == []
 
-    def silent_condition(self) -> tuple[str, str]:
-        found = self.status.condition(JobCondition.SIDECARS_UNREACHABLE)
-        assert found is not None
-        return found.status, found.reason
+    def condition(self, kind: str) -> tuple[str, str, str]:
+        """Return value, reason and message of a condition."""
+        found = self.status.condition(kind)
+        assert found is not None, kind
+        return found.status, found.reason, found.message
+
+    def restored_steps(self) -> list[int | None]:
+        """Return the steps of all restore points but that of the first round."""
+        return [c.status["restorePoint"].get("step") for c in self.cluster.choices[1:]]
+
+    def node_of(self, worker: int) -> FakeNode:
+        pod = self.operator.worker_pod(worker)
+        assert pod is not None and pod.node is not None
+        return self.cluster.nodes[pod.node]
+
+    def lose_all_pods(self) -> None:
+        for name in list(self.cluster.pods):
+            self.cluster.lose_pod(name)
 
     def recovers_from(self, step: int) -> None:
         """Assert that the next restore point is this step and that training runs again."""
@@ -237,6 +251,18 @@ def dies_within(life: Life, writes: int, *, seconds: int) -> bool:
 def dies_after(life: Life, writes: int) -> None:
     """Run passes of the operator up to and including that write, which it must make within a minute."""
     assert dies_within(life, writes, seconds=60)
+
+
+def begun(status: TrainingJobStatus) -> bool:
+    return status.restart_round == 1
+
+
+def chosen(status: TrainingJobStatus) -> bool:
+    return begun(status) and status.restore_point is not None
+
+
+def runs(status: TrainingJobStatus) -> bool:
+    return status.is_true(JobCondition.RUNNING)
 
 
 L = TypeVar("L", bound=Life)
