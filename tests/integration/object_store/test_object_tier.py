@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.support.servers.hostile_s3 import Answer, HostileProxy, Replace, Seen, on
+from tests.support.servers.hostile_s3 import HostileProxy, Replace, on
 from tests.support.servers.store_server import StoreServer
 from tests.support.shards.builders import JOB_UID, rank_layout, shard_file, shard_header
 from tests.support.shards.shard_files import CopyWriters, write_shard
@@ -110,37 +110,6 @@ def test_a_layout_with_other_bytes_is_refused(
     server.admin().fput_object(server.bucket, key, str(tmp_path / "x"))
     with pytest.raises(CorruptionError, match="expected digest"):
         tier.get_layout(NAMESPACE, ref, digest_of(document))
-
-
-def test_a_checkpoint_is_deleted_manifest_first_and_nothing_else_is(
-    tmp_path: Path,
-    tier: ObjectTier,
-    proxied: ObjectTier,
-    proxy: HostileProxy,
-    server: StoreServer,
-    store: StoreConfig,
-) -> None:
-    for step in (100, 1000):
-        for rank in range(3):
-            with write_shard(tmp_path, shard_header(10, step=step, rank=rank), b"x" * 10) as reader:
-                tier.upload_shard(NAMESPACE, reader)
-        tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(step), b"{}")
-    left: list[list[str]] = []
-
-    def look(seen: Seen) -> bool:
-        """Note what is left of the checkpoint before each request that deletes."""
-        if seen.method == "POST":
-            assert seen.query == "delete="
-            left.append([k for k in keys_below(server, store.prefix) if "s000000000100" in k])
-        return False
-
-    proxy.add(look, Answer(500))
-    proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(100))
-    assert [len(keys) for keys in left] == [4, 3]
-    assert not any("/manifests/" in key for key in left[1])
-    assert all("s000000001000" in key for key in keys_below(server, store.prefix))
-    assert len(keys_below(server, store.prefix)) == 4
-    proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(100))
 
 
 @pytest.mark.parametrize("size", [100_000, 6 * MIB], ids=["whole", "parts"])

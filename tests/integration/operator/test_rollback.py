@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
-from tests.support.hang import HANG_SECONDS
 from tests.support.operator.operator_bed import DIGEST, OperatorBed, training, training_job
 
 from holdfast_core.ids import RestartRound, Step
@@ -18,39 +14,17 @@ pytestmark = pytest.mark.integration
 FORK = ("--to-new-job", "fork")
 
 
-def restore(bed: OperatorBed, target: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `kubectl holdfast restore TARGET --yes` with these options."""
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "holdfast_cli",
-            "restore",
-            target,
-            "-n",
-            bed.namespace,
-            "--yes",
-            *words,
-        ],
-        env={**os.environ, "KUBECONFIG": str(bed.plane.kubeconfig)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
-
-
 @pytest.mark.fault("A job is rolled back three times in a row while it trains")
 def test_a_job_goes_back_by_the_command_three_times_in_a_row(empty_bed: OperatorBed) -> None:
     empty_bed.start_with_gang()
-    refused = restore(empty_bed, "gpt@3")
+    refused = empty_bed.verb("restore", "gpt@3")
     assert refused.returncode == 5
     assert "no checkpoint of step 3 is known" in refused.stderr
     pods = empty_bed.pod_names()
     empty_bed.until("the commit", lambda: "lastCommittedStep" in empty_bed.status())
     step = str(empty_bed.status()["lastCommittedStep"])
     for round_ in (1, 2, 3):
-        ended = restore(empty_bed, f"gpt@{step}")
+        ended = empty_bed.verb("restore", f"gpt@{step}")
         assert ended.returncode == 0, ended.stderr
         empty_bed.until(
             f"round {round_}",
@@ -70,7 +44,7 @@ def test_a_job_goes_back_by_the_command_three_times_in_a_row(empty_bed: Operator
 def test_a_job_without_a_store_is_not_forked(empty_bed: OperatorBed) -> None:
     empty_bed.start_operator()
     empty_bed.train(training_job())
-    refused = restore(empty_bed, "gpt", "--to-new-job", "fork")
+    refused = empty_bed.verb("restore", "gpt", "--to-new-job", "fork")
     assert refused.returncode == 6
     assert "has no object store" in refused.stderr
 
@@ -85,13 +59,14 @@ def test_a_fork_starts_from_the_checkpoint_of_the_job(empty_bed: OperatorBed) ->
         empty_bed.pod(0, 0), replace(training(3, 0, 40), last_persisted=saved)
     )
     empty_bed.until(
-        "the Checkpoint", lambda: restore(empty_bed, "gpt", *FORK, "--dry-run").returncode == 0
+        "the Checkpoint",
+        lambda: empty_bed.verb("restore", "gpt", *FORK, "--dry-run").returncode == 0,
     )
-    refused = restore(empty_bed, "gpt@3", *FORK)
+    refused = empty_bed.verb("restore", "gpt@3", *FORK)
     assert "step 3 of job gpt" in refused.stderr
-    ended = restore(empty_bed, "gpt", *FORK)
+    ended = empty_bed.verb("restore", "gpt", *FORK)
     assert ended.returncode == 0, ended.stderr
-    assert restore(empty_bed, "gpt", *FORK).returncode == 6, "it exists"
+    assert empty_bed.verb("restore", "gpt", *FORK).returncode == 6, "it exists"
     empty_bed.until("the first round", lambda: "restartRound" in empty_bed.status("fork"))
     assert empty_bed.condition("Accepted", "fork")["status"] == "True"
     assert empty_bed.status()["restartRound"] == 0, "its source stays as it is"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from tests.support.hang import HANG_SECONDS
 from tests.support.operator.operator_bed import OperatorBed, training_job
 
 pytestmark = pytest.mark.integration
+RESTART = ("restart", "gpt", "--from-start")
 
 
 def job_with(at_most: str) -> dict[str, Any]:
@@ -39,18 +36,6 @@ def lose_everything(bed: OperatorBed) -> None:
         bed.kubelet.run_pod(name)
 
 
-def restart(bed: OperatorBed) -> subprocess.CompletedProcess[str]:
-    words = ["restart", "gpt", "-n", bed.namespace, "--from-start", "--yes"]
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast_cli", *words],
-        env={**os.environ, "KUBECONFIG": str(bed.plane.kubeconfig)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
-
-
 @pytest.mark.fault("All copies of the only checkpoint are lost with pods and volumes")
 def test_a_young_job_starts_over_by_itself(empty_bed: OperatorBed) -> None:
     empty_bed.start_operator()
@@ -69,16 +54,16 @@ def test_a_young_job_starts_over_by_itself(empty_bed: OperatorBed) -> None:
 def test_a_job_that_may_not_waits_for_the_command(empty_bed: OperatorBed) -> None:
     empty_bed.start_operator()
     empty_bed.train(job_with("0s"))
-    refused = restart(empty_bed)
+    refused = empty_bed.verb(*RESTART)
     assert refused.returncode == 6
     assert "gpt trains" in refused.stderr
     lose_everything(empty_bed)
     lost = "CheckpointsLost"
     empty_bed.until("the wait", lambda: empty_bed.condition(lost).get("status") == "True")
     assert "restorePoint" not in empty_bed.status()
-    ended = restart(empty_bed)
+    ended = empty_bed.verb(*RESTART)
     assert ended.returncode == 0, ended.stderr
     empty_bed.until("a start over", lambda: "restorePoint" in empty_bed.status())
     assert empty_bed.status()["lineage"] == [{"round": 1}]
     empty_bed.until("the end of the wait", lambda: empty_bed.condition(lost)["status"] == "False")
-    assert restart(empty_bed).returncode == 6, "it waits for nothing any more"
+    assert empty_bed.verb(*RESTART).returncode == 6, "it waits for nothing any more"

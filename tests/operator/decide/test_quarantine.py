@@ -137,12 +137,13 @@ def test_the_last_checkpoint_is_tried_until_the_budget_ends() -> None:
 
 def test_a_released_checkpoint_is_tried_until_the_budget_ends() -> None:
     life = Life()
-    life.run(30, until=lambda s: s.last_committed_step == 5)
-    policy(life, maxRestarts=5, releasedSteps=[5])
-    poisoned(life)
+    life.run(40)
+    bad = poisoned(life)
+    policy(life, maxRestarts=5, releasedSteps=[bad.step])
     life.run(300)
+    assert Reason.QUARANTINED not in reasons(life)
     assert life.status.condition(JobCondition.FAILED).reason == Reason.BACKOFF_LIMIT_EXCEEDED
-    assert set(life.restored_steps()) == {5}
+    assert set(life.restored_steps()) == {bad.step}
 
 
 def test_a_user_releases_a_checkpoint() -> None:

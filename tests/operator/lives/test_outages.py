@@ -82,17 +82,6 @@ def test_a_checkpoint_is_released_if_the_older_one_fails_in_the_same_way() -> No
     assert life.status.last_committed_step == newest.step
 
 
-def test_the_only_checkpoint_is_not_quarantined() -> None:
-    life = Life()
-    life.change_spec(failurePolicy={})
-    life.run(30, until=lambda s: s.last_committed_step == 5)
-    life.run_until_committed()
-    data_goes_away(life)
-    life.run(240)
-    assert life.status.quarantined == ()
-    assert "Failed" not in conditions(life)
-
-
 def fail(life: Life) -> CheckpointId:
     """Let a rank die, and run until the job has failed. Return the newest commit."""
     newest = life.cluster.newest_commit()

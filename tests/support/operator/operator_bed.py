@@ -149,14 +149,15 @@ class OperatorBed:
         """Delete the worker's pod of the present round, and its processes."""
         self.kubelet.delete_pod(self.pod(worker, self.status()["members"][worker]))
 
-    def until_recovered(self, round_: int, worker: int = 1, step: int = 40) -> None:
-        """Run the new pod of the worker, and wait until the gang trains again in this round.
+    def until_recovered(self, round_: int) -> None:
+        """Run the new pod of worker 1, and wait until the gang trains again in this round.
 
-        Worker 0 lists the step (`store_at`), which must be the restore point. Only the members' pods may
+        Worker 0 lists step 40 (`store_at`), which must be the restore point. Only the members' pods may
         exist.
         """
+        step = 40
         self.until(f"round {round_}", lambda: self.status().get("restartRound") == round_)
-        name = self.pod(worker, round_)
+        name = self.pod(1, round_)
         self.until("the new pod", lambda: name in self.pod_names())
         fresh = self.kubelet.run_pod(name)
         self.until(
@@ -180,6 +181,17 @@ class OperatorBed:
         manifest = stored_manifest(self.uid(), step, ranks=WORKERS)
         sidecar.complete(manifest)
         return sidecar
+
+    def verb(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run `kubectl holdfast` with these words in the namespace, and answer its question with yes."""
+        return subprocess.run(
+            [sys.executable, "-m", "holdfast_cli", *words, "-n", self.namespace, "--yes"],
+            env={**os.environ, "KUBECONFIG": str(self.plane.kubeconfig)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     def kill_operator(self) -> None:
         assert self.process is not None

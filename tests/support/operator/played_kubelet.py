@@ -178,19 +178,6 @@ class PlayedKubelet:
 
         self._run(now())
 
-    def confirm_deletes(self) -> list[str]:
-        """Remove the pods that are being deleted, as their kubelets would, and return their names."""
-        gone = []
-        for pod in self.pods():
-            if pod["metadata"].get("deletionTimestamp") is not None:
-                try:
-                    self.delete_pod(pod["metadata"]["name"])
-                except ControlPlaneError as error:
-                    if "HTTP 404" not in str(error):
-                        raise  # otherwise the operator has removed the pod meanwhile
-                gone.append(pod["metadata"]["name"])
-        return gone
-
     def pods(self) -> list[Any]:
         found = self.plane.request("GET", f"/api/v1/namespaces/{self.namespace}/pods")
         return list(found["items"])

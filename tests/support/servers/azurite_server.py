@@ -29,15 +29,14 @@ class AzuriteServer(LocalServer):
 
     tool: ClassVar[str] = "azurite"
 
-    def __init__(self, bucket: str = "holdfast", *, certificates: Authority | None = None) -> None:
+    def __init__(self, *, certificates: Authority | None = None) -> None:
         """Describe the server.
 
         Args:
-            bucket: Name of the container.
             certificates: Issuer of a certificate. With it, the server speaks TLS only and accepts tokens of
                 web identities as well as keys.
         """
-        super().__init__(bucket)
+        super().__init__()
         self.keys = [ACCOUNT_KEY]
         """Keys of the account, at most two. Others count after the next start."""
         self._certificates = certificates

@@ -42,17 +42,16 @@ class Seen:
 Matches = Callable[[Seen], bool]
 
 
-def on(method: str, *, query: str | None = None, path: str = "") -> Matches:
-    """Return a filter of requests by method, path and query.
+def on(method: str, *, query: str | None = None) -> Matches:
+    """Return a filter of requests by method and query.
 
     Args:
         method: HTTP method; empty for any.
         query: Text that the query contains; None for any query, empty for requests without a query.
-        path: Text that the path contains.
     """
 
     def matches(seen: Seen) -> bool:
-        if (method and seen.method != method) or path not in seen.path:
+        if method and seen.method != method:
             return False
         return query is None or (query in seen.query if query else not seen.query)
 

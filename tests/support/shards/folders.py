@@ -29,15 +29,14 @@ def write_checkpoint(
     *,
     step: int = 5,
     round: int = 0,
-    objects: Any = None,
 ) -> CheckpointId:
     """Commit a checkpoint of whole arrays, of which each rank of the mesh saves its part.
 
-    `objects` is the encoded state of every rank. By default each tensor is an entry of the state.
+    Each tensor is an entry of the state.
     """
     tier = DiskNodeTier(root / "tier", fill_limit=1.0)
     tier.open()
-    encoded = {name: {"$tensor": name} for name in tensors} if objects is None else objects
+    encoded = {name: {"$tensor": name} for name in tensors}
     text = dumps_canonical({"state": encoded})
     room = -(-len(text) // 64) * 64
     world_size = int(np.prod(mesh))
