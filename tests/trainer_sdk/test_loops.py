@@ -90,16 +90,6 @@ def test_a_loop_after_a_restore_restores_the_generators_again(folder: Path) -> N
             assert torch.equal(torch.rand(1), expected)
 
 
-def test_a_break_after_a_step_saves_that_step(folder: Path) -> None:
-    training = Training()
-    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
-        for index in ckpt.steps(9, training.state):
-            training.step()
-            if index == 3:
-                break
-    assert restored(folder) == (4, 4)
-
-
 @pytest.mark.fault("A loop is left by break before or after its step")
 def test_a_break_before_a_step_saves_the_step_before(folder: Path) -> None:
     training = Training()

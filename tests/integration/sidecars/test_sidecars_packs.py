@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 Stored = Callable[[str], list[str]]
 MIB = 1 << 20
 EVERY_TWO = Policy(interval_steps=1, peer_copies=0, keep_last=2, object_every_steps=2)
-STEP_2, STEP_6 = (CheckpointId(Step(step), RestartRound(0)) for step in (2, 6))
+STEP_2 = CheckpointId(Step(2), RestartRound(0))
 
 
 async def test_replicas_upload_their_share_and_are_restored_from_the_store(
@@ -44,40 +44,6 @@ async def test_replicas_upload_their_share_and_are_restored_from_the_store(
             assert 0 < sent <= (1 / workers + 0.02) * len(states[worker])
         restored = await gang.restored_after_loss_of_all(point, EVERY_TWO)
         assert restored == {w: (data, TierName.OBJECT) for w, data in states.items()}
-
-
-async def test_a_frozen_base_is_uploaded_once_and_kept_while_it_is_needed(
-    gangs: Gangs, store: dict[str, Any], tier: ObjectTier, stored: Stored
-) -> None:
-    """Later saves send the trainable share and 1 %.
-
-    When the operator prunes older checkpoints, the objects that the newest one needs are kept, and it can
-    be restored.
-    """
-    size = 20 * MIB
-    async with gangs(2, **store) as gang:
-        gang.slot_bytes = size + MIB
-        await gang.start(policy=EVERY_TWO, copies=())
-        frozen = {w: random.Random(w).randbytes(size * 9 // 10) for w in range(2)}
-
-        def states(step: int) -> dict[int, bytes]:
-            trained = {w: random.Random(step + 100 * w).randbytes(size // 10) for w in range(2)}
-            return {w: trained[w] + frozen[w] for w in range(2)}
-
-        points, before = {}, [0, 0]
-        for step, share in ((2, 1.01), (4, 0.11), (6, 0.11)):
-            points[step] = await gang.persist(step, states(step))
-            for worker in range(2):
-                total = await gang.sent_bytes(worker, TierName.OBJECT)
-                assert 0 < total - before[worker] <= share * size
-                before[worker] = total
-        await gang.prune(points[2], points[4])
-        assert tier.list_manifests("team-a", gang.operator.job_uid) == (STEP_6,)
-        needed = stored("shards/s000000000002-")
-        assert len([name for name in needed if not name.endswith(".layout")]) == 2
-        assert stored("shards/s000000000004-") == []
-        restored = await gang.restored_after_loss_of_all(points[6], EVERY_TWO)
-        assert restored == {w: (data, TierName.OBJECT) for w, data in states(6).items()}
 
 
 async def test_a_step_is_uploaded_whole_when_its_base_is_deleted_meanwhile(
