@@ -189,7 +189,7 @@ class OperatorBed:
             env={**os.environ, "KUBECONFIG": str(self.plane.kubeconfig)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_SECONDS,
             check=False,
         )
 
