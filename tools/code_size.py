@@ -20,13 +20,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
-    "core": 18880,  # 280 are stores of Google, 90 serve restores of pods and folders alike
+    "core": 18830,  # 280 are stores of Google, 90 serve restores of pods and folders alike
     # 160 of them keep what nothing proves to be lost or owned: the data of other clusters, and pods while the
     # store lacks a checkpoint. They also say what a quota or a missing store holds up.
     "operator": 14410,
-    "sidecar": 8500,
-    "trainer_sdk": 17920,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
-    "cli": 5310,
+    "sidecar": 8520,
+    "trainer_sdk": 17950,  # 240 of them are the suite that stores of others must pass (holdfast.testing)
+    "cli": 5350,
 }
 """Most lines of code of each package."""
 
