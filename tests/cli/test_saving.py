@@ -54,7 +54,7 @@ def saved(*looks: dict[str, Any] | None, uid: str = "mine") -> Any:
 
 
 @pytest.mark.fault(
-    "`kubectl holdfast save --wait` waits while no operator runs, or the store is down"
+    "A person waits for `kubectl holdfast save --wait` while no operator runs, or the store is down"
 )
 def test_a_long_wait_says_what_it_waits_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -79,7 +79,7 @@ def test_status_shows_levels_tiers_and_what_is_wrong():
         assert expected in text
 
 
-@pytest.mark.fault("`kubectl holdfast status` is asked for while no operator runs")
+@pytest.mark.fault("A person asks for `kubectl holdfast status` while no operator runs")
 @pytest.mark.parametrize(
     ("phase", "written", "expected"),
     [

@@ -98,10 +98,7 @@ class Pod:
 
     # -------------------------------------------------------------- as Stager and Rehydrator
 
-    def owns(self, slot: str) -> bool:
-        return bool(self.owned)
-
-    def owns_file(self, slot: SlotFile) -> bool:
+    def owns(self, slot: SlotFile) -> bool:
         return slot.identity in self.owned
 
     def namespace_of(self, point: RestorePoint) -> str:

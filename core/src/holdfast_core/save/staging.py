@@ -25,7 +25,7 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast_core.clock import Clock
@@ -274,6 +274,11 @@ _MOST_OF_A_NAME = 3
 state has grown, and after a restart; a trainer that does so endlessly must not take all descriptors."""
 
 
+def _names(owned: Iterable[OwnedSlot]) -> frozenset[str]:
+    """Return the names that these files have, or had: a rank may have replaced a file."""
+    return frozenset(o.stage.slot for o in owned)
+
+
 class Stager:
     """Owner of the slots from Stage until they are freed.
 
@@ -318,11 +323,7 @@ class Stager:
         """Whether a slot has still to be written and its write has not begun."""
         return any(o.where is Where.WAITING for o in self._owned.values())
 
-    def owns(self, slot: str) -> bool:
-        """Return whether a file that has, or had, the name of this slot is owned."""
-        return any(o.stage.slot == slot for o in self._owned.values())
-
-    def owns_file(self, slot: SlotFile) -> bool:
+    def owns(self, slot: SlotFile) -> bool:
         """Return whether this file is owned. Other threads may call it, too."""
         return slot.identity in self._owned
 
@@ -477,11 +478,11 @@ class Stager:
                 left_in_slots,
                 slots_dir,
                 notes,
-                known=frozenset(o.stage.slot for o in self._owned.values()),
+                known=_names(self._owned.values()),
             )
         for note in left:
             name = note.stage.slot
-            if not self.owns(name):
+            if name not in _names(self._owned.values()):
                 slot = self._place.open_slot(name)
                 owned = OwnedSlot(note.stage, slot, note.world_size, Where.WAITING)
                 self._owned[slot.identity] = owned
@@ -516,7 +517,7 @@ class Stager:
         if notes is None:
             return
         for name in list_slots(self._place.slots_dir):
-            if self.owns(name):
+            if name in _names(self._owned.values()):
                 continue
             try:
                 slot = self._place.open_slot(name)
@@ -571,7 +572,7 @@ class Stager:
         self._owned.pop(owned.slot.identity, None)
         owned.freed.set()
         # The note of a name is that of its newest file. No process could find an older one again.
-        if self._place.notes is not None and not self.owns(name):
+        if self._place.notes is not None and name not in _names(self._owned.values()):
             self._place.notes.remove(name)
         sys.audit("holdfast.memory.before_free")
         try:

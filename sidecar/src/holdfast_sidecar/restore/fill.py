@@ -294,7 +294,7 @@ class Filler:
 
         def take(slot: SlotFile) -> bool:
             with target.writing():
-                if not self._stager.owns_file(slot):
+                if not self._stager.owns(slot):
                     slot.set_state(SlotState.FREE)
             return True
 
@@ -318,7 +318,7 @@ class Filler:
 
         def capacity_of(name: str) -> int | None:
             slot = SlotFile.open(self._pod.settings.slots_dir, name)
-            if self._stager.owns_file(slot):
+            if self._stager.owns(slot):
                 slot.close()
                 return None
             target.take(slot)
