@@ -274,8 +274,7 @@ def test_an_event_reports_a_node_that_is_avoided() -> None:
 @pytest.mark.fault("The operator dies while it moves a worker off a bad node")
 @pytest.mark.parametrize("writes", [1, 2, 4])
 def test_an_operator_that_dies_between_two_writes_moves_the_worker_once(writes: int) -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     rules = [{"onExitCodes": [1], "action": "AvoidNode"}]
     life.change_spec(failurePolicy={"maxRestarts": 1000, "window": "24h", "rules": rules})
     life.run(3)

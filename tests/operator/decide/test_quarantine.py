@@ -72,8 +72,7 @@ def policy(life: Life, **fields: object) -> None:
 
 @pytest.mark.fault("A checkpoint ends every gang that restores it")
 def test_the_next_older_one_is_taken_after_three_failures() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     bad = poisoned(life)
     life.run(60)
     assert life.status.is_true("Running")
@@ -90,8 +89,7 @@ def test_the_next_older_one_is_taken_after_three_failures() -> None:
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_limit_is_the_users(limit: int) -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     policy(life, quarantineAfter=limit)
     bad = poisoned(life)
     life.run(60)
@@ -99,8 +97,7 @@ def test_the_limit_is_the_users(limit: int) -> None:
 
 
 def test_an_operator_that_restarts_counts_the_same() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     bad = poisoned(life)
     for _ in range(5):
         life.run(40)
@@ -111,8 +108,7 @@ def test_an_operator_that_restarts_counts_the_same() -> None:
 @pytest.mark.fault("The operator dies between two writes of a quarantine")
 @pytest.mark.parametrize("writes", [1, 2, 4, 7])
 def test_an_operator_that_dies_between_two_writes_quarantines_the_same(writes: int) -> None:
-    life = Life(store=True, every=5)
-    life.run(40)
+    life = Life(store=True, every=5).trained()
     policy(life, quarantineAfter=1)
     bad = poisoned(life)
     dies_after(life, writes)
@@ -136,8 +132,7 @@ def test_the_last_checkpoint_is_tried_until_the_budget_ends() -> None:
 
 
 def test_a_released_checkpoint_is_tried_until_the_budget_ends() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     bad = poisoned(life)
     policy(life, maxRestarts=5, releasedSteps=[bad.step])
     life.run(300)
@@ -147,8 +142,7 @@ def test_a_released_checkpoint_is_tried_until_the_budget_ends() -> None:
 
 
 def test_a_user_releases_a_checkpoint() -> None:
-    life = Life(store=True, every=5)
-    life.run(40)
+    life = Life(store=True, every=5).trained()
     bad = poisoned(life, is_stored=True)
     life.run(60)
     assert life.status.is_true(JobCondition.QUARANTINED)
@@ -175,8 +169,7 @@ def marked(life: Life) -> set[int | None]:
 
 @pytest.mark.fault("Retention meets a quarantined checkpoint in the store")
 def test_a_quarantined_checkpoint_is_never_pruned_while_the_job_runs() -> None:
-    life = Life(store=True, every=5)
-    life.run(40)
+    life = Life(store=True, every=5).trained()
     bad = poisoned(life, is_stored=True)
     life.run(60, until=lambda s: bool(s.quarantined))
     life.run(100)
@@ -188,8 +181,7 @@ def test_a_quarantined_checkpoint_is_never_pruned_while_the_job_runs() -> None:
 
 
 def test_a_failure_after_progress_is_not_the_restore_points_fault() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     for _ in range(8):
         life.rank_dies()
         life.run(25, until=lambda s: s.is_true("Running"))
@@ -198,8 +190,7 @@ def test_a_failure_after_progress_is_not_the_restore_points_fault() -> None:
 
 
 def test_ranks_that_are_killed_from_outside_do_not_count_against_the_restore_point() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     life.rank_dies()
     for _ in range(6):
         life.run(60, until=lambda s: s.restore_point is not None and not s.is_true("Running"))
@@ -232,8 +223,7 @@ def test_a_rank_that_lost_its_peer_does_not_count_against_the_restore_point(
 
 
 def test_failures_that_a_rule_ignores_do_not_count_against_the_restore_point() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     policy(life, rules=[{"onReasons": ["RankFailed"], "action": "Ignore"}])
     bad = poisoned(life)
     life.run(120)
@@ -457,8 +447,7 @@ def test_a_job_with_as_many_quarantined_checkpoints_as_fit_fails() -> None:
 
 
 def test_the_status_is_read_as_it_was_written() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     bad = poisoned(life)
     life.run(60, until=lambda s: bool(s.quarantined))
     read = TrainingJob.from_dict({**life.cluster.job, "status": merge_patch(life.status)}).status

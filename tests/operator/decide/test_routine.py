@@ -19,10 +19,7 @@ def _many_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trains() -> Life:
-    life = Life()
-    life.run(40)
-    assert life.status.is_true("Running")
-    return life
+    return Life().trained()
 
 
 def pauses(life: Life, seconds: int = 20) -> set[float | None]:

@@ -17,10 +17,7 @@ SILENCE = JobCondition.SIDECARS_UNREACHABLE
 
 
 def training() -> Life:
-    life = Life()
-    life.run(40)
-    assert life.status.is_true("Running")
-    return life
+    return Life().trained()
 
 
 @pytest.mark.fault("All sidecars fall silent while training runs")
@@ -154,8 +151,7 @@ def test_a_pod_that_is_really_gone_with_the_rest_silent() -> None:
 @pytest.mark.fault("The last copies of a step lie on lost nodes")
 @pytest.mark.parametrize("store", [False, True], ids=["no store", "with a store"])
 def test_every_node_looks_lost_when_the_control_plane_is_cut_off(store: bool) -> None:
-    life = Life(store=store)
-    life.run(40)
+    life = Life(store=store).trained()
     newest = life.newest()
     for node in life.cluster.nodes.values():
         node.cut_off = True
@@ -213,8 +209,7 @@ def test_two_lost_nodes_with_both_copies_of_a_shard_come_back() -> None:
 
 @pytest.mark.fault("A person gives up silent pods by deleting them")
 def test_a_person_gives_up_silent_pods_by_deleting_them() -> None:
-    life = Life(store=True)
-    life.run(40)
+    life = Life(store=True).trained()
     life.rank_dies()
     life.run(30, until=begun)
     life.silence(1, 2)

@@ -61,8 +61,7 @@ def test_a_job_that_has_committed_nothing_is_suspended_at_once(seconds: int, sto
 def test_suspended_in_a_recovery_everything_committed_is_kept(fault: str, seconds: int) -> None:
     """If the store has the newest step, the job is suspended immediately. Otherwise the gang recovers, and
     then saves to the store and stops."""
-    life = Life(store=True, every=5)
-    life.run(40)
+    life = Life(store=True, every=5).trained()
     match fault:
         case "pod":
             life.cluster.lose_pod(life.pod(1))
@@ -84,8 +83,7 @@ def test_suspended_in_a_recovery_everything_committed_is_kept(fault: str, second
 
 @pytest.mark.fault("A job is suspended while its gang backs off")
 def test_a_gang_that_keeps_failing_is_suspended_while_it_backs_off() -> None:
-    life = Life(store=True, every=5)
-    life.run(40)
+    life = Life(store=True, every=5).trained()
     life.run(60, until=lambda s: s.last_persisted is not None and s.last_persisted.step == s.step)
     last = life.status.last_persisted
     assert last.step == life.newest()
@@ -110,8 +108,7 @@ def backs_off(life: Life) -> bool:
 
 @pytest.mark.fault("A job without a store is suspended")
 def test_without_a_store_no_pod_is_created_while_suspend_is_refused() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     newest = life.newest()
     before = suspend(life)
     life.run(5)
@@ -129,8 +126,7 @@ def test_without_a_store_no_pod_is_created_while_suspend_is_refused() -> None:
 
 
 def test_without_a_store_a_refused_suspension_does_not_keep_the_job_from_its_end() -> None:
-    life = Life(total_steps=60)
-    life.run(40)
+    life = Life(total_steps=60).trained()
     suspend(life)
     life.run(120)
     assert life.status.is_true(JobCondition.COMPLETE)
@@ -160,8 +156,7 @@ def test_silent_sidecars_may_have_commits_that_were_never_reported() -> None:
 @pytest.mark.parametrize("seconds", range(14))
 def test_a_suspension_that_is_taken_back_does_not_end_the_job(seconds: int, restarts: bool) -> None:
     """Ranks that stopped for the suspension return 0, as ranks that have finished do."""
-    life = Life(store=True, every=5)
-    life.run(40)
+    life = Life(store=True, every=5).trained()
     step = life.newest()
     life.change_spec(suspend=True)
     life.run(seconds)
@@ -214,8 +209,7 @@ def test_an_operator_that_dies_before_it_deletes_the_pods_loses_no_commit(resume
 @pytest.mark.fault("The object store is away when a gang stops for a suspension")
 def test_a_store_that_is_away_when_the_gang_stops_costs_no_commit() -> None:
     """The sidecars gave up the upload and the ranks have ended, so the gang starts again and saves again."""
-    life = Life(store=True, every=5)
-    life.run(40)
+    life = Life(store=True, every=5).trained()
     life.cluster.store.away = True
     life.run(12)
     newest = life.newest()
@@ -303,8 +297,7 @@ def test_a_job_that_is_created_suspended_has_no_clock() -> None:
 
 
 def test_a_suspension_and_its_end_have_events_with_the_step_that_is_kept() -> None:
-    life = Life(store=True)
-    life.run(60)
+    life = Life(store=True).trained(60)
     suspend(life)
     life.run(60)
     last = life.status.last_persisted

@@ -36,8 +36,7 @@ def test_a_refused_create_reaches_the_condition_and_one_event() -> None:
 
 @pytest.mark.fault("The API server refuses to create a pod in a recovery")
 def test_a_refused_create_during_a_recovery_is_reported() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     life.cluster.pod_refusal = QUOTA
     life.cluster.lose_pod(life.pod(1))
     life.run(30)

@@ -35,9 +35,7 @@ def test_pods_that_cannot_start_are_created_again_from_the_corrected_template() 
 
 
 def test_a_gang_that_trains_keeps_its_pods_and_says_that_an_edit_comes_later() -> None:
-    life = Life(store=True, every=5)
-    life.run(40)
-    assert life.status.is_true("Running")
+    life = Life(store=True, every=5).trained()
     before = images(life)
     corrected = copy.deepcopy(life.cluster.job["spec"]["template"])
     corrected["spec"]["containers"][0]["image"] = "example/trainer:2"

@@ -35,8 +35,7 @@ def drilled(life: Life, checkpoint: CheckpointId, reason: str = "Damaged") -> di
 
 def begun() -> tuple[Life, CheckpointId]:
     """Return a life that trains, and the newest of its checkpoints in the store."""
-    life = Life(store=True, every=5)
-    life.run(40)
+    life = Life(store=True, every=5).trained()
     life.run_until_committed(is_stored=True)
     life.run(3)
     newest = life.status.last_persisted

@@ -102,10 +102,7 @@ def test_a_gang_that_has_saved_and_stopped_for_a_deleted_pod_does_not_wait() -> 
 
 
 def trained() -> Life:
-    life = Life(store=True, every=20)
-    life.run(60)
-    assert life.status.is_true("Running")
-    return life
+    return Life(store=True, every=20).trained(60)
 
 
 def lose_all(life: Life, *tenths_between: int) -> None:

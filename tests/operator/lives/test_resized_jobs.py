@@ -40,10 +40,7 @@ def budget(life: Life) -> int:
 
 
 def trained(*, every: int = 1000) -> Life:
-    life = Life(store=True, every=every)
-    life.run(40)
-    assert life.status.is_true(JobCondition.RUNNING)
-    return life
+    return Life(store=True, every=every).trained()
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5, 6])
@@ -177,8 +174,7 @@ def test_a_suspended_job_resumes_with_another_number() -> None:
 
 @pytest.mark.fault("The number of workers of a job without a store changes")
 def test_a_job_without_a_store_is_not_resized() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     before = {p.view.uid for p in life.cluster.pods.values()}
     life.change_spec(workers=3)
     life.run(20)

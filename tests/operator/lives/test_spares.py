@@ -15,9 +15,7 @@ from holdfast_operator.model.reasons import Reason
 
 def trained(spares: int = 1, *, store: bool = False, copies: int = 1) -> Life:
     """Return a job that trains, all of whose spares are ready."""
-    life = Life(spares=spares, store=store, copies=copies)
-    life.run(40)
-    assert life.status.is_true(JobCondition.RUNNING)
+    life = Life(spares=spares, store=store, copies=copies).trained()
     assert ready(life) == spares
     return life
 
@@ -122,8 +120,9 @@ def test_a_lost_spare_is_created_again_and_costs_no_round() -> None:
 
 @pytest.mark.parametrize("event", ["suspended", "finished", "deleted"])
 def test_spares_end_with_the_job(event: str) -> None:
-    life = Life(spares=1, store=True, every=5, total_steps=60 if event == "finished" else 10_000)
-    life.run(40)
+    life = Life(
+        spares=1, store=True, every=5, total_steps=60 if event == "finished" else 10_000
+    ).trained()
     assert len(spare_pods(life)) == 1
     match event:
         case "suspended":

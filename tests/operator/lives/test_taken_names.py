@@ -49,8 +49,7 @@ def test_a_foreign_secret_under_the_name_of_certificates_stops_no_round(
 
 
 def test_a_secret_that_a_former_process_created_before_the_pods_does_not_stop_the_round() -> None:
-    life = Life()
-    life.run(40)
+    life = Life().trained()
     life.cluster.lose_pod(life.pod(1))
     seen = len(life.cluster.secrets)
     life.run(20, lambda _: len(life.cluster.secrets) > seen)

@@ -132,6 +132,12 @@ class Life:
 
         _loop().run_until_complete(passes())
 
+    def trained(self, seconds: int = 40) -> Self:
+        """Run the new job, which trains after this time, and return the life."""
+        self.run(seconds)
+        assert self.status.is_true(JobCondition.RUNNING)
+        return self
+
     def run_until_committed(self, *, is_stored: bool = False) -> None:
         """Run until no pod has a shard whose step is not committed.
 
