@@ -26,7 +26,7 @@ import itertools
 import os
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast_core.errors import CorruptionError, TierError
@@ -80,17 +80,17 @@ class WhileWanted:
 
     def parts(self, part_bytes: int) -> Iterator[Part]:
         """Return the parts. Raises TierError, which no store retries, when `over` is set."""
+        # A generator would refer to the last part, and keep its bytes while the next one is made.
         if self.made_while_sent:
-            return self._until_over(self._source.parts(part_bytes))
+            return map(self._wanted, self._source.parts(part_bytes))
         if part_bytes not in self._made:
             self._made[part_bytes] = tuple(self._source.parts(part_bytes))
-        return self._until_over(self._made[part_bytes])
+        return map(self._wanted, self._made[part_bytes])
 
-    def _until_over(self, parts: Iterable[Part]) -> Iterator[Part]:
-        for part in parts:
-            if self._over.is_set():
-                raise TierError("the upload was ended before its last part")
-            yield part
+    def _wanted(self, part: Part) -> Part:
+        if self._over.is_set():
+            raise TierError("the upload was ended before its last part")
+        return part
 
     def verify(self) -> None:
         self._source.verify()

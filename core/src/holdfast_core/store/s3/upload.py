@@ -149,6 +149,7 @@ class Upload:
                 return
             except UploadLostError as error:
                 lost = str(error)  # The error's traceback would keep the bytes of parts in memory.
+                _clear_frames(error)  # The thread that raised it may still refer to it.
         raise UnavailableError(
             f"upload of {self._key}: {_RESTARTS} uploads disappeared in the store: {lost}"
         )
