@@ -14,7 +14,7 @@ from tests.support.shards.builders import JOB, BytesSource
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.scratch import ScratchTier
 
-from holdfast_core.errors import NotFoundError
+from holdfast_core.errors import NotFoundError, TierError
 from holdfast_core.format.manifest import manifest_digest
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.messages.schema import RestorePoint
@@ -108,3 +108,23 @@ def test_an_inventory_lists_correctly_named_manifests_and_quarantines_the_others
     assert counted == ["corrupt"]
     left = {checkpoint for _, checkpoint in node.list_manifests()}
     assert left == {SAVED, newer}, "what a newer release wrote is left alone"
+
+
+@pytest.mark.fault(
+    "A disk that cannot be written any more has a damaged manifest beside intact ones"
+)
+def test_an_inventory_goes_on_where_the_disk_refuses_to_quarantine_a_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = DiskNodeTier(tmp_path / "node", capacity_bytes=1 << 30)
+    node.open()
+    earlier = CheckpointId(Step(SAVED.step - 1), SAVED.round)
+    node.put_manifest(JOB.uid, earlier, DOCUMENT)
+    node.put_manifest(JOB.uid, SAVED, DOCUMENT)
+
+    def refusing(*_: object) -> None:
+        raise TierError("quarantining a manifest: Read-only file system")
+
+    monkeypatch.setattr(node, "quarantine_manifest", refusing)
+    listed, _ = listed_manifests(node, JOB.uid, lambda: None)
+    assert listed == {manifest_digest(DOCUMENT): SAVED}

@@ -243,9 +243,14 @@ def listed_manifests(
         except UnreadableError as error:
             logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))
         except CorruptionError as error:
-            logs.warning("quarantined a manifest", checkpoint=str(checkpoint), error=str(error))
-            node.quarantine_manifest(job_uid, checkpoint, error)
+            logs.warning("a manifest is damaged", checkpoint=str(checkpoint), error=str(error))
             corrupt()
+            try:
+                node.quarantine_manifest(job_uid, checkpoint, error)
+            except (
+                HoldfastError
+            ) as refusal:  # a disk that cannot be written must not hide the others
+                logs.warning("quarantining a manifest failed", error=str(refusal))
         except HoldfastError as error:
             logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))
     return found, ranks
