@@ -25,8 +25,9 @@ Object = dict[str, Any]
 T = TypeVar("T")
 
 HANG_SECONDS = 300.0
-"""Limit of a wait, which only a hang reaches. Four scenarios share two cores, where the start of one gang has
-taken 80 seconds. A scenario has 600 seconds, so that a wait that hangs still tells what it waited for."""
+"""This limits each wait, and only a hang reaches it. Four scenarios share two cores, where the start of one
+gang has taken 80 seconds. A scenario has 600 seconds, so that a wait that hangs still tells what it waited
+for."""
 
 GROUP = "holdfast.dev"
 VERSION = "v1alpha1"

@@ -108,7 +108,9 @@ class ShardRef:
         return CheckpointId(self.step, self.round)
 
 
-Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+MAX_INT = (1 << 63) - 1
+"""The largest integer of a document or a message, which is a signed one of 64 bits."""
+Natural = Annotated[int, Meta(ge=0, le=MAX_INT)]
 
 
 @dataclass(frozen=True, slots=True)

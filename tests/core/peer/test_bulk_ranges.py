@@ -36,8 +36,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.canonical import crc32c
 from holdfast_core.format.keys import node_key
-from holdfast_core.ids import ByteRange
-from holdfast_core.messages.codec import MAX_INT
+from holdfast_core.ids import MAX_INT, ByteRange
 from holdfast_core.messages.schema import ReadObject, ReadReply, Refusal
 from holdfast_core.net import TlsFiles
 from holdfast_core.peer.protocol import receive_into, receive_message, send_message

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -27,19 +28,30 @@ def children() -> set[int]:
     return found
 
 
+@contextlib.asynccontextmanager
+async def executed(*argv: str) -> AsyncIterator[tuple[Processes, int]]:
+    """Execute a program as rank 0, and yield the processes of the launcher and its fork server."""
+    command = Command(CommandKind.EXEC, argv)
+    processes = Processes(command, (), LogFiles(LogOptions(), "run"))
+    before = children()
+    processes.start()
+    (server,) = children() - before
+    try:
+        await processes.fork_ranks(RoundSettings(RankSettings(), 0, "run"))
+        yield processes, server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGCONT)  # a test may have stopped it
+        await processes.close()
+
+
 @pytest.mark.fault("A killed rank stays in the kernel, which waits for a device or a file system")
 def test_a_rank_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fork server is stopped, so that it reports no rank that has ended."""
     monkeypatch.setattr("holdfast.launcher.processes._END_SECONDS", 0.1)
 
     async def ended() -> str:
-        command = Command(CommandKind.EXEC, ("sleep", "600"))
-        processes = Processes(command, (), LogFiles(LogOptions(), "run"))
-        before = children()
-        processes.start()
-        (server,) = children() - before
-        try:
-            await processes.fork_ranks(RoundSettings(RankSettings(), 0, "run"))
+        async with executed("sleep", "600") as (processes, server):
             (rank,) = processes.ranks
             await rank.forked.wait()
             os.kill(server, signal.SIGSTOP)
@@ -47,9 +59,6 @@ def test_a_rank_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
                 await processes.end_ranks()
             await processes.end_ranks()  # as when the launcher leaves after the error
             return str(refused.value).replace(str(rank.pid), "PID")
-        finally:
-            os.kill(server, signal.SIGCONT)
-            await processes.close()
 
     assert asyncio.run(asyncio.wait_for(ended(), HANG_SECONDS)) == (
         "holdfast run: rank 0 (process PID) has not ended 0.1 s after SIGKILL: the kernel does not return "
@@ -63,16 +72,10 @@ def test_a_closed_pipe_ends_a_command() -> None:
     `while true; do echo y; done | head -1` would never end."""
 
     async def ignored() -> int:
-        command = Command(CommandKind.EXEC, ("sh", "-c", "grep SigIgn /proc/self/status >&2"))
-        processes = Processes(command, (), LogFiles(LogOptions(), "run"))
-        processes.start()
-        try:
-            await processes.fork_ranks(RoundSettings(RankSettings(), 0, "run"))
+        async with executed("sh", "-c", "grep SigIgn /proc/self/status >&2") as (processes, _):
             (rank,) = processes.ranks
             await rank.ended.wait()
             return int(rank.tail.text().split()[1], 16)
-        finally:
-            await processes.close()
 
     found = asyncio.run(asyncio.wait_for(ignored(), HANG_SECONDS))
     by_python = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -86,13 +89,7 @@ def test_what_a_rank_has_started_is_no_zombie_after_its_end() -> None:
 
     async def reaped() -> None:
         program = "(sleep 600 & echo $! >&2); exec sleep 600"
-        command = Command(CommandKind.EXEC, ("sh", "-c", program))
-        processes = Processes(command, (), LogFiles(LogOptions(), "run"))
-        before = children()
-        processes.start()
-        (server,) = children() - before
-        try:
-            await processes.fork_ranks(RoundSettings(RankSettings(), 0, "run"))
+        async with executed("sh", "-c", program) as (processes, server):
             (rank,) = processes.ranks
             await until(rank.tail.text, "the rank names the process that it has started")
             left = Path("/proc") / rank.tail.text()
@@ -100,7 +97,5 @@ def test_what_a_rank_has_started_is_no_zombie_after_its_end() -> None:
             assert int(fields[1]) == server, "its parent"
             await processes.end_ranks()
             await until(lambda: not left.exists(), "the process is reaped")
-        finally:
-            await processes.close()
 
     asyncio.run(asyncio.wait_for(reaped(), HANG_SECONDS))

@@ -29,6 +29,7 @@ from blake3 import blake3
 
 from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
 from holdfast_core.ids import (
+    MAX_INT,
     MAX_ROUND,
     MAX_STEP,
     ByteRange,
@@ -149,9 +150,6 @@ def parse_digest(text: object, what: str) -> Digest:
 def hex_of(digest: Digest) -> str:
     """Return the 64 hex characters of a digest, for keys and file names. Raises FormatError."""
     return parse_digest(digest, "digest")[len(PREFIX) :]
-
-
-MAX_INT = (1 << 63) - 1
 
 
 def expect_object(value: Any, path: str, fields: frozenset[str]) -> dict[str, Any]:

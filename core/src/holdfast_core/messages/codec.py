@@ -23,11 +23,10 @@ import msgspec
 from msgspec import Meta
 
 from holdfast_core.format.canonical import decode_typed, encode_typed, expect_length
-from holdfast_core.ids import MAX_WORKERS
+from holdfast_core.ids import MAX_INT, MAX_WORKERS
 
 T = TypeVar("T")
 
-MAX_INT = (1 << 63) - 1
 MAX_RANKS = 4096 * 64
 """The largest spec.workers times the largest spec.procsPerWorker (core/api)."""
 MAX_LISTED = 1024

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from holdfast_core.format.rank_layout import LayoutDigests
 from holdfast_core.ids import (
+    MAX_INT,
     CheckpointId,
     Digest,
     Natural,
@@ -26,7 +27,6 @@ from holdfast_core.ids import (
     Worker,
 )
 from holdfast_core.messages.codec import (
-    MAX_INT,
     MAX_LISTED,
     MAX_STRAGGLERS,
     Clipped,

@@ -270,8 +270,9 @@ class _Round:
 
 
 _MOST_OF_A_NAME = 3
-"""Files of one name that may be owned. A rank replaces the files of slots that are still written when its
-state has grown, and after a restart; a trainer that does so endlessly must not take all descriptors."""
+"""The stager owns at most so many files of one name. A rank replaces files of slots that are still written
+when its state has grown, and after a restart. A trainer that does so endlessly must not take all
+descriptors."""
 
 
 def _names(owned: Iterable[OwnedSlot]) -> frozenset[str]:

@@ -34,7 +34,7 @@ FAULTS_IN_A_ROW = 3
 such as a time-out of the API server. Any other exception is reported at once."""
 _MAX_CHARACTERS = 1024
 _NUMBERS = re.compile(r"\d+")
-"""What differs between two texts of one error, such as the port of a connection or a resourceVersion."""
+"""Two texts of one error may differ in numbers, such as the port of a connection or a resourceVersion."""
 _NO_REFUSALS = (401, 408, 409, 429)
 """Status codes between 400 and 499 that say nothing about the contents of a request."""
 

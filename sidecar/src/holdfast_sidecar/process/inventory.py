@@ -231,7 +231,7 @@ def listed_manifests(
     quarantined.
 
     Args:
-        corrupt: Called for each manifest that is quarantined.
+        corrupt: Called for each manifest that is damaged.
     """
     found: dict[Digest, CheckpointId] = {}
     ranks = 0
@@ -247,9 +247,8 @@ def listed_manifests(
             corrupt()
             try:
                 node.quarantine_manifest(job_uid, checkpoint, error)
-            except (
-                HoldfastError
-            ) as refusal:  # a disk that cannot be written must not hide the others
+            except HoldfastError as refusal:
+                # A disk that cannot be written must not hide the other manifests.
                 logs.warning("quarantining a manifest failed", error=str(refusal))
         except HoldfastError as error:
             logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))

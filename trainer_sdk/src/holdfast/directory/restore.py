@@ -51,7 +51,6 @@ class ShardFetcher:
     """Reads shards and layouts of the restore point from the folder, or else from its store.
 
     A call waits while the store does not answer.
-
     """
 
     def __init__(self, folder: OpenFolder) -> None:
