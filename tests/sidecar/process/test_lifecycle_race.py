@@ -160,6 +160,7 @@ async def test_a_round_that_could_not_begin_begins_when_it_is_repeated(
     with pytest.raises(type(error)):
         await world.lifecycle.round(OPERATOR, message)
     assert world.current.state.accepted is None
+    assert world.ended == [4], "requests for the plan no longer wait for it"
     await world.lifecycle.round(OPERATOR, message)
     assert world.rehydrations == [message]
     world.pools.close()

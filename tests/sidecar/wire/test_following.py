@@ -251,7 +251,19 @@ async def test_a_new_coordinator_takes_no_plan_that_was_made_for_others() -> Non
         of_relay.publish(plan("b", 9))
         world.board.publish(plan("b", 2, write=Step(7)))
         await world.takes(4, 2)
-        assert world.asked[2] == (3, 0, "a", 4), "what its own coordinator is asked for"
+        assert world.asked[2] == (3, 0, "", 0), "its own coordinator counts other versions"
+
+
+async def test_a_relay_that_coordinated_passes_on_no_plan_of_its_own() -> None:
+    """Its group would store a manifest that the new coordinator may not have."""
+    async with following(worker=3) as world:
+        world.current.state = accepted(replace(GANG, coordinator=Worker(3)), worker=3)
+        world.board.publish(plan("a", 4))
+        await world.takes(4)
+        waiting = asyncio.create_task(world.follower.board.newer(Worker(4), "a", 4, 3600))
+        world.current.state = accepted(replace(GANG, version=2), worker=3)
+        assert (await asyncio.wait_for(waiting, HANG_SECONDS)).version == 4, "the wait has ended"
+        assert world.follower.board.plan == Plan(ROUND)
 
 
 async def test_a_relay_is_released_when_its_group_knows_it() -> None:

@@ -100,6 +100,8 @@ class World:
         self.stager = PlayedStager()
         self.stopped: list[str] = []
         self.rehydrations: list[Round] = []
+        self.ended: list[RestartRound] = []
+        """The round of each end of the coordination."""
         self.evaluated: list[bool] = []
         """One entry for each time that the start of the ranks was considered."""
         self.current = CurrentRound(RoundState(Worker(0), 1, RestartRound(round_), "gpt-0-r0"))
@@ -138,7 +140,7 @@ class World:
                 evaluate=lambda: self.evaluated.append(True),
             ),
             SimpleNamespace(  # type: ignore[arg-type]
-                begin=lambda message: None, end=self._nothing
+                begin=lambda message: None, end=self._end
             ),
             changed,
         )
@@ -150,6 +152,9 @@ class World:
             BackgroundLimit(folder, self.clock.monotonic),
             Telemetry(Metrics(), self.failures),
         )
+
+    async def _end(self) -> None:
+        self.ended.append(self.current.state.round)
 
     async def _nothing(self, *_: object) -> None:
         return

@@ -9,6 +9,8 @@ lists all of its shards and the manifests on its node.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
 from dataclasses import replace
 
@@ -546,6 +548,8 @@ class CoordinatorRole:
         self._failures = failures
         self.coordinator: Coordinator | None = None
         """None while another worker coordinates, or while the sidecar is sealed."""
+        self._changed = asyncio.Event()
+        """Set when `coordinator` is replaced, and then replaced itself."""
 
     @property
     def may_end(self) -> bool:
@@ -557,17 +561,30 @@ class CoordinatorRole:
         if message.coordinator == self._pod.state.worker:
             self.coordinator = Coordinator(self._pod, message, self._tiers, self._failures)
             self.coordinator.start()
+            self._wake()
 
     async def end(self) -> None:
         """Stop coordinating, because the round is sealed or another worker coordinates it."""
         if self.coordinator is not None:
             coordinator, self.coordinator = self.coordinator, None
             await coordinator.close()
+        self._wake()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def plan(
         self, worker: Worker, coordinator: str, since: int, timeout_seconds: float
     ) -> Plan:
-        """See Coordinator.plan. Raises RefusedError (NOT_COORDINATOR)."""
+        """See Coordinator.plan. A round that this worker coordinates, but has not begun yet, is waited for.
+
+        Raises RefusedError (NOT_COORDINATOR).
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                while self.coordinator is None and self._pod.state.is_coordinator:
+                    await self._changed.wait()
         return await self.require().plan(worker, coordinator, since, timeout_seconds)
 
     def manifest(self, checkpoint: CheckpointId) -> bytes:

@@ -458,8 +458,9 @@ class Control:
         raise_refused(refuse_plan(self.state, caller, round_))
         member = self.state.member_of_pod(caller.pod)
         assert member is not None
-        role = self._components.role.coordinator
-        source = self._receivers.follower.board.newer if role is None else role.plan
+        # The board of a coordinator has its own plan, which no other worker may get.
+        board = self._receivers.follower.board
+        source = self._components.role.plan if self.state.is_coordinator else board.newer
         return await source(member.worker, coordinator, since, timeout_seconds)
 
     async def manifest(

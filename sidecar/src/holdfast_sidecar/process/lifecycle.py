@@ -308,6 +308,7 @@ class Lifecycle:
                         self._pod.current.state = replace(
                             sealed, worker=self._pod.state.worker, version_floor=message.version
                         )
+                        await self._components.role.end()
                     raise
             else:
                 await self._continue(before, message)

@@ -214,7 +214,8 @@ class Follower:
         self._taken = taken
         self._tasks = Tasks()
         self.board = PlanBoard(pod.state.round)
-        """The plan of the present round, for the group of this worker."""
+        """The plan of the present coordination, for the group of this worker. No board has both a plan that
+        a coordinator has made for itself and one for others: their versions are counted apart."""
 
     def start(self) -> None:
         self._tasks.spawn(self._run(), "plan")
@@ -225,9 +226,12 @@ class Follower:
 
     async def _run(self) -> None:
         backoff, changes = self._pod.backoff(), logs.Changed()
+        followed = None
         while True:
             state = self._pod.state
-            if state.round != self.board.plan.round:
+            coordinator = None if state.accepted is None else state.accepted.coordinator
+            if followed != (state.round, coordinator):
+                followed = state.round, coordinator
                 self.board.close()
                 self.board = PlanBoard(state.round)
             if state.accepted is None:
@@ -247,9 +251,7 @@ class Follower:
     async def _newer(self, accepted: Round, worker: Worker) -> Plan | None:
         """Return a newer plan. None if there is none, or if the request's coordination is over.
 
-        A request of this worker that a relay still holds when this worker becomes the coordinator is answered
-        with the plan that the new coordinator has for the others. Its versions are counted apart from those
-        of the own plan, so the worker would take its own plan for an older one and never carry it out.
+        A relay may answer a request that it still holds with the plan of the next coordinator.
         """
         known = self.board.plan
         if worker == accepted.coordinator:
