@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -254,13 +254,26 @@ exchange() if dist.get_rank() == 0 else read_data()
 tokens = map(str, itertools.count())
 
 
-def stacks(sidecar: WatchedSidecar) -> dict[int, RankStack]:
-    """Request the stacks of all ranks and return the answer, by rank."""
-    token = next(tokens)
-    sidecar.take_stacks(token)
-    found = sidecar.launcher_state(lambda s: s.stacks_token == token, "the stacks")
-    assert found.round == 0
-    return {s.rank: s for s in found.stacks}
+Stacks = dict[int, RankStack]
+
+
+def stacks(sidecar: WatchedSidecar, wanted: Callable[[Stacks], bool], what: str) -> Stacks:
+    """Request the stacks of all ranks until they are as wanted, and return them by rank.
+
+    Ranks come to their last line, and a busy machine answers, at any time.
+    """
+    found: Stacks = {}
+
+    def as_wanted() -> bool:
+        token = next(tokens)
+        sidecar.take_stacks(token)
+        state = sidecar.launcher_state(lambda s: s.stacks_token == token, "the stacks")
+        assert state.round == 0
+        found.update({s.rank: s for s in state.stacks})
+        return len(found) == RANKS and wanted(found)
+
+    until(as_wanted, what)
+    return found
 
 
 @pytest.mark.fault("A launcher is asked where stopped and waiting ranks are")
@@ -274,13 +287,12 @@ def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: Watche
         begin(sidecar)
         until(lambda: run.step_of(0) == run.step_of(1) == 1, "the last lines of both ranks")
 
-        first = stacks(sidecar)
-        # A rank had not reached its last line yet, or the machine was too busy for its answer.
-        while any(s.moves or not s.is_known for s in first.values()):
-            first = stacks(sidecar)
-        assert first[0].waits
+        def at_their_last_lines(found: Stacks) -> bool:
+            reads = found[1].stack.startswith("read_data (hangs.py:11)")
+            return found[0].waits and reads and not (found[0].moves or found[1].moves)
+
+        first = stacks(sidecar, at_their_last_lines, "the last lines of both ranks")
         assert "exchange (hangs.py:" in first[0].stack
-        assert first[1].stack.startswith("read_data (hangs.py:11)")
         assert not first[1].waits
         log = run.err()
         assert "rank 1: Thread 0x" in log
@@ -289,8 +301,7 @@ def test_the_launcher_finds_out_where_ranks_hang(tmp_path: Path, sidecar: Watche
         pid = run.pid_of(1)
         assert pid is not None
         stop(pid)
-        stopped = stacks(sidecar)
-        assert stopped[0].is_known
+        stopped = stacks(sidecar, lambda found: found[0].is_known, "the answer of rank 0")
         assert (stopped[1].is_known, stopped[1].moves) == (False, False)
         assert stopped[1].stopped
         assert stopped[1].stack == "its process is stopped, in state T (stopped)"
@@ -307,10 +318,8 @@ def test_a_program_that_is_no_python_script_survives_the_request(
         sidecar.wait_for(Hello)
         begin(sidecar)
         until(lambda: "forking ranks" in run.err(), "the forks")
-        found = stacks(sidecar)
-        while len(found) < RANKS:  # not all ranks were forked yet
-            found = stacks(sidecar)
-        while any(s.moves for s in found.values()):  # one is still being started
-            found = stacks(sidecar)
+        found = stacks(
+            sidecar, lambda found: not any(s.moves for s in found.values()), "the started programs"
+        )
         assert [(s.is_known, s.stopped) for s in found.values()] == [(False, False)] * RANKS
         assert not any(state.dead for state in sidecar.messages(LauncherState))
