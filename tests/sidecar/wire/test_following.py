@@ -266,6 +266,27 @@ async def test_a_relay_that_coordinated_passes_on_no_plan_of_its_own() -> None:
         assert world.follower.board.plan == Plan(ROUND)
 
 
+@pytest.mark.fault(
+    "A worker asks its relay for the plan before the relay follows that of the round"
+)
+async def test_a_relay_has_no_plan_of_the_last_round_in_the_next() -> None:
+    """It would answer at once, and the worker would ask again at once, a thousand times a second."""
+    async with following(worker=3) as world:
+        world.board.publish(plan("a", 4))
+        await world.takes(4)
+        world.error = UnavailableError("the coordinator is gone")
+        world.board.close()
+        await until(lambda: world.clock.sleepers == 1, "the back-off")
+        world.current.state = accepted(round_message(1, workers=6, fan_in=3), worker=3)
+        waiting = asyncio.create_task(world.follower.board.newer(Worker(4), "", 0, 3600))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        world.error, world.board = None, PlanBoard(RestartRound(1))
+        world.board.publish(replace(plan("b", 1), round=RestartRound(1)))
+        world.clock.advance(60)
+        assert (await asyncio.wait_for(waiting, HANG_SECONDS)).round == 1
+
+
 async def test_a_relay_is_released_when_its_group_knows_it() -> None:
     async with following(worker=3) as world:
         world.board.publish(plan("a", 1, released=True))

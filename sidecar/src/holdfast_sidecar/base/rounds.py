@@ -77,8 +77,13 @@ class RoundState:
         return self.accepted.version if self.accepted is not None else 0
 
     @property
+    def coordinator(self) -> Worker | None:
+        """The worker that coordinates the round. None while sealed."""
+        return None if self.accepted is None else self.accepted.coordinator
+
+    @property
     def is_coordinator(self) -> bool:
-        return self.accepted is not None and self.accepted.coordinator == self.worker
+        return self.coordinator == self.worker
 
     @property
     def world_size(self) -> int:

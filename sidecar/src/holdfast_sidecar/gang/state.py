@@ -403,8 +403,7 @@ class Reporter:
         self._changed.set()
         state, sent = self._current(), self._sent
         now = compose(state, self._sources)
-        coordinator = None if state.accepted is None else state.accepted.coordinator
-        if sent is None or sent[0] != coordinator or _awaited(now) != _awaited(sent[1]):
+        if sent is None or sent[0] != state.coordinator or _awaited(now) != _awaited(sent[1]):
             self._urgent.set()
 
     def _interval_seconds(self) -> float:
@@ -448,10 +447,7 @@ class Reporter:
             backoff.reset()
             changes.healthy("report")
             now = self._current()
-            if now.accepted is not None and (now.round, now.accepted.coordinator) == (
-                state.round,
-                coordinator,
-            ):
+            if (now.round, now.coordinator) == (state.round, coordinator):
                 if report.worker in reply.wants_shards:
                     self._sources.flow.coordinator_changed()
                     self._changed.set()

@@ -213,9 +213,23 @@ class Follower:
         self._own_plan = own_plan
         self._taken = taken
         self._tasks = Tasks()
-        self.board = PlanBoard(pod.state.round)
-        """The plan of the present coordination, for the group of this worker. No board has both a plan that
-        a coordinator has made for itself and one for others: their versions are counted apart."""
+        self._of = pod.state.round, pod.state.coordinator
+        """The coordination of `_board`."""
+        self._board = PlanBoard(pod.state.round)
+
+    @property
+    def board(self) -> PlanBoard:
+        """The plan of the present coordination, for the group of this worker.
+
+        The first call in another coordination replaces it. A plan of the last round would answer each request
+        of the group at once, and the worker would repeat it without a pause. No board has both a plan that a
+        coordinator has made for itself and one for others: their versions are counted apart.
+        """
+        state = self._pod.state
+        if self._of != (state.round, state.coordinator):
+            self._board.close()
+            self._of, self._board = (state.round, state.coordinator), PlanBoard(state.round)
+        return self._board
 
     def start(self) -> None:
         self._tasks.spawn(self._run(), "plan")
@@ -226,72 +240,62 @@ class Follower:
 
     async def _run(self) -> None:
         backoff, changes = self._pod.backoff(), logs.Changed()
-        followed = None
         while True:
-            state = self._pod.state
-            coordinator = None if state.accepted is None else state.accepted.coordinator
-            if followed != (state.round, coordinator):
-                followed = state.round, coordinator
-                self.board.close()
-                self.board = PlanBoard(state.round)
+            state, board = self._pod.state, self.board
             if state.accepted is None:
                 await self._pod.current.replaced()
                 continue
             try:
-                plan = await self._newer(state.accepted, state.worker)
+                plan = await self._newer(state.accepted, state.worker, board)
             except HoldfastError as error:
                 changes.warning("plan", str(error), round=state.round)
                 await self._pod.clock.sleep(min(backoff.next_seconds(), 2.0))
                 continue
             backoff.reset()
             changes.healthy("plan")
-            if plan is not None and self._pod.state.accepted is not None:
+            if plan is not None:
                 await self._carry_out(plan, state.accepted, state.worker)
 
-    async def _newer(self, accepted: Round, worker: Worker) -> Plan | None:
-        """Return a newer plan. None if there is none, or if the request's coordination is over.
+    async def _newer(self, accepted: Round, worker: Worker, board: PlanBoard) -> Plan | None:
+        """Return a newer plan than that of the board. None if there is none, or if its coordination is over.
 
         A relay may answer a request that it still holds with the plan of the next coordinator.
         """
-        known = self.board.plan
+        known = board.plan
         if worker == accepted.coordinator:
             coming = self._own_plan(worker, known.coordinator, known.version, _POLL_SECONDS)
         else:
             coming = self._peers.plan(accepted.coordinator, accepted.round, known, _POLL_SECONDS)
         request = asyncio.ensure_future(coming)
-        over = asyncio.ensure_future(self._coordination_over(accepted))
+        over = asyncio.ensure_future(self._over(board))
         try:
             await asyncio.wait((request, over), return_when=asyncio.FIRST_COMPLETED)
             # A coordinator that is sealed, too, answers. A request that is cancelled costs its connection.
             await asyncio.wait((request,), timeout=_ANSWER_SECONDS)
-            if over.done() or not request.done():
+            if self.board is not board or not request.done():
                 return None
             plan = request.result()
         finally:
             request.cancel()
             over.cancel()
         is_new = is_newer(plan, known.coordinator, known.version)
-        return plan if is_new and plan.round == self._pod.state.round else None
+        return plan if is_new and plan.round == accepted.round else None
 
-    async def _coordination_over(self, accepted: Round) -> None:
-        """Wait until the round is over, or another worker coordinates it."""
-        while (now := self._pod.state.accepted) is not None and (now.round, now.coordinator) == (
-            accepted.round,
-            accepted.coordinator,
-        ):
+    async def _over(self, board: PlanBoard) -> None:
+        """Wait until the coordination of the board is over."""
+        while self.board is board:
             await self._pod.current.replaced()
 
     async def _carry_out(self, plan: Plan, accepted: Round, worker: Worker) -> None:
         """Pass a plan on, and carry it out. A relay is released when its group knows that it is."""
-        board = self.board
-        board.publish(plan)
+        self.board.publish(plan)
         if not plan.released or worker == accepted.coordinator:
             self._taken(plan)
             return
         self._taken(replace(plan, released=False))
         group = tuple(_group(accepted, worker))
         until = self._pod.clock.monotonic() + self._pod.settings.release_seconds
-        while not board.is_known_to(group) and self._pod.clock.monotonic() < until:
+        while not self.board.is_known_to(group) and self._pod.clock.monotonic() < until:
             await self._pod.clock.sleep(_LOOK_SECONDS)
             if self._pod.state.round != plan.round:
                 return
