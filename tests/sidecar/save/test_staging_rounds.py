@@ -104,3 +104,38 @@ async def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_pa
         assert await old.settle(HANG_SECONDS)
         assert await world.stager.settle(HANG_SECONDS)
         assert world.stager.idle
+
+
+@pytest.mark.fault(
+    "The plan reaches a sidecar that has restarted before it has begun its round again"
+)
+async def test_a_step_that_was_chosen_before_the_slots_are_taken_over_is_written(
+    tmp_path: Path,
+) -> None:
+    """The plan names it once. After the last step of a training no other plan follows."""
+    async with running(tmp_path, 3) as world:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        old, world.stager = world.stager, world.process()
+        world.stager.choose(Step(2))
+        world.stager.recover(world.state)
+        assert world.stager.writes(RANK)
+        assert world.stager.waiting(RANK) == (1,)
+        world.node.let(1, 2)
+        assert await old.settle(HANG_SECONDS)
+
+
+@pytest.mark.fault(
+    "Ranks hand slots over to a sidecar that has restarted before it has begun its round"
+)
+async def test_what_was_staged_before_the_slots_are_taken_over_is_reported(tmp_path: Path) -> None:
+    """The coordinator would not know that the rank waits, and never let it write its last steps."""
+    async with running(tmp_path, 3) as world:
+        world.stager = world.process()
+        await world.save(0, 1)
+        await world.save(1, 2)
+        world.stager.recover(world.state)
+        assert (world.stager.newest(RANK), world.stager.waiting(RANK)) == (2, (2,))
+        world.stager.seal()
+        world.stager.recover(replace(world.state, round=RestartRound(1)))
+        assert world.stager.newest(RANK) is None, "in another round"

@@ -264,7 +264,7 @@ class _Round:
     """The round whose ROUND this process has accepted. None while sealed: only `write_waiting` begins
     writes then."""
     newest: dict[Rank, Step] = field(default_factory=dict)
-    """The step that each rank staged last. A seal keeps it."""
+    """The step that each rank has staged last in this round."""
     chosen: Step | None = None
     """The step that was chosen to be written."""
 
@@ -442,7 +442,7 @@ class Stager:
 
     def seal(self) -> None:
         """End the round: from now on only `write_waiting` begins writes."""
-        self._round = _Round(newest=self._round.newest)
+        self._round = _Round()
         self.slot_writes.room.close()
 
     async def settle(self, timeout_seconds: float) -> bool:
@@ -508,7 +508,8 @@ class Stager:
             durable: Own shards of this round that are on the node tier. A slot that still holds one is
                 written at once, which ends fast: the process that wrote it ended before it freed the slot.
         """
-        self._round = _Round(state)
+        # What ranks have staged, and the plan has chosen, since the ROUND was accepted stays.
+        self._round.accepted = state
         self.slot_writes.room.open()
         for owned in tuple(self._owned.values()):
             # A write of an older round that is still under way finishes: it may be of the restore point.
@@ -536,6 +537,7 @@ class Stager:
                 # Even a slot whose write was interrupted waits: the coordinator chooses what is next.
                 waits = state.waits_for_choice and (message.rank, message.step) not in durable
                 self._take(slot, message, state, waits=waits)
+        self._advance()
 
     # ------------------------------------------------------------------ inside
 
