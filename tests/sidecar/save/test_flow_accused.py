@@ -16,6 +16,7 @@ from tests.support.sidecar.flows import AcceptingMember, running_flow
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.sidecar.waiting import until
 
+from holdfast_core.errors import TierError
 from holdfast_core.ids import ShardRef, TierName, Worker
 from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Failure, Refusal, Refused
@@ -119,6 +120,29 @@ async def test_a_failed_copy_to_a_worker_that_gets_none_any_more_is_no_failure(
         await world.until_idle()
         assert peer.copied == [record.ref]
         assert world.failures.current == ()
+
+
+@pytest.mark.fault(
+    "A disk does not delete the shard of a step that was dropped while it was written"
+)
+async def test_a_shard_of_a_dropped_step_is_deleted_when_the_disk_lets_it(tmp_path: Path) -> None:
+    """Nothing else would delete it in this round. The sidecar does not end for it."""
+    peer = AcceptingMember()
+    async with running_flow(tmp_path, peer) as world:
+        delete, errors = world.node.delete_shard, [TierError("deleting shard: Input/output error")]
+
+        def refusing(ref: ShardRef) -> None:
+            if errors:
+                raise errors.pop()
+            delete(ref)
+
+        world.node.delete_shard = refusing  # type: ignore[method-assign]
+        record = world.node.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
+        world.flow.forget((record.header.step,))
+        world.flow.add(own_shard(record))
+        await world.until_idle()
+        assert world.node.find(record.ref) is None
+        assert (errors, peer.copied, world.failures.current) == ([], [], ())
 
 
 @pytest.mark.fault("A target cannot copy now (busy, full, sealed)")

@@ -45,7 +45,6 @@ from holdfast_core.ids import (
     Natural,
     Rank,
     RestartRound,
-    ShardRef,
     Step,
 )
 from holdfast_core.messages.codec import dumps, loads
@@ -123,7 +122,6 @@ class SavePlace:
     write_shard: Callable[[ShardHeader, SlotFile], ShardRecord]
     """Writes the shard durably, with all that must be durable before its slot is freed."""
     list_shards: Callable[[], Iterable[ShardRecord]]
-    delete_shard: Callable[[ShardRef], None]
     notes: SlotNotes | None
     """Notes of the owned slots. None: a rank hands an OWNED slot over again to the next process."""
     room_seconds: float = 0.0
@@ -425,7 +423,7 @@ class OwnedSlot:
     where: Where
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     dropped: bool = False
-    """Whether the step was pruned while the slot was being written. The shard is then deleted."""
+    """Whether the step was pruned while the slot was being written."""
 
     @property
     def checkpoint(self) -> CheckpointId:

@@ -126,10 +126,6 @@ class SlotWrites:
         self._reports.stored(owned.stage, record.header.payload_bytes, seconds)
         return WriteOutcome(owned.stage, record)
 
-    async def delete(self, record: ShardRecord) -> None:
-        """Delete a shard whose step was pruned during its write, which the pruning did not find."""
-        await self._pools.shard.run(self._place.delete_shard, record.ref)
-
     async def _with_room(self, owned: OwnedSlot) -> ShardRecord:
         """Write the shard. In a full place, retry after each deletion for up to `room_seconds`.
 
@@ -427,7 +423,7 @@ class Stager:
     def forget(self, steps: frozenset[Step]) -> None:
         """Free the slots of pruned steps.
 
-        A slot that is being written finishes first; its shard is then deleted.
+        A slot that is being written finishes first. Whoever receives `ended` then deletes its shard.
         """
         found = [o for o in self._owned.values() if o.stage.step in steps]
         waiting = [o for o in found if o.where is Where.WAITING]
@@ -590,10 +586,7 @@ class Stager:
         if record is not None and not owned.dropped:
             self.memory[owned.stage.slot] = record
         self._free(owned)
-        if record is not None and owned.dropped:
-            await self.slot_writes.delete(record)
-        else:
-            self.ended(outcome)
+        self.ended(outcome)
         self._advance()
 
 

@@ -26,7 +26,6 @@ def node_place(pod: Pod, node: NodeTier, layouts: RankLayouts) -> SavePlace:
         ensure_layout=layouts.ensure,
         write_shard=node.write_shard,
         list_shards=node.list_shards,
-        delete_shard=node.delete_shard,
         notes=SlotNotes(settings.staged_dir),
         room_seconds=settings.room_seconds,
         disk_quiet_seconds=settings.disk_quiet_seconds,

@@ -312,7 +312,6 @@ class FolderSaves:
             ensure_layout=self._ensure_layout,
             write_shard=self._write_shard,
             list_shards=folder.tier.list_shards,
-            delete_shard=folder.tier.delete_shard,
             notes=None,
         )
         self._stager = Stager(place, self._pools, _FolderReports(), background, SystemClock())
