@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import JOB_UID, shard_header
 from tests.support.sidecar.lifecycle_bed import SlowNode, World
 
 from holdfast_core.format.canonical import digest_of
-from holdfast_core.ids import Rank, RestartRound, Step, TierName
+from holdfast_core.ids import Rank, RestartRound, ShardRef, Step, TierName
 from holdfast_core.messages.schema import Progress, RestorePoint
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import ShardRecord
@@ -86,6 +88,27 @@ async def test_copies_wait_ten_seconds_at_most(tmp_path: Path) -> None:
         assert world.copied == []
         world.clock.advance(0.2)
         assert await copied(world) == 1
+
+
+@pytest.mark.fault("A round is sealed while a disk finds the restore point that is to be copied")
+async def test_a_shard_that_is_found_after_a_seal_is_not_copied(tmp_path: Path) -> None:
+    """The table of the next round would have the restore point of this one."""
+    finding, go_on = threading.Event(), threading.Event()
+
+    def find(_: ShardRef) -> ShardRecord:
+        finding.set()
+        assert go_on.wait(HANG_SECONDS)
+        return RECORD
+
+    async with restored(tmp_path) as world:
+        world.node.find = find
+        world.clock.advance(10.0)
+        assert await asyncio.to_thread(finding.wait, HANG_SECONDS)
+        world.rehydrator.restored = None  # as the reset of a seal does
+        go_on.set()
+        await world.pools.read.drain(HANG_SECONDS)
+        await until_asleep(world)
+        assert world.copied == []
 
 
 async def test_a_seal_ends_the_wait(tmp_path: Path) -> None:

@@ -57,6 +57,35 @@ async def test_round_of_the_old_round_does_not_unseal_the_new_one(
     world.pools.close()
 
 
+@pytest.mark.fault("A round is sealed while a sidecar that has restarted begins it again")
+async def test_a_seal_during_the_begin_of_a_round_writes_what_waits_in_slots(
+    slow: SlowNode, tmp_path: Path
+) -> None:
+    """The begin would free the slots of the old round in the name of the new one, and lose their saves."""
+    listing, go_on = threading.Event(), threading.Event()
+
+    def list_shards() -> list[Any]:
+        listing.set()
+        assert go_on.wait(HANG_SECONDS)
+        return []
+
+    slow.list_shards = list_shards
+    slow.go_on.set()
+    world = World(slow, tmp_path)
+    begin = asyncio.create_task(world.lifecycle.round(OPERATOR, second_message(4)))
+    assert await asyncio.to_thread(listing.wait, HANG_SECONDS)
+    seal = asyncio.create_task(world.lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
+    await asyncio.sleep(0)
+    go_on.set()
+    await begin
+    assert (await seal).round == 5
+    assert (world.stager.recovered, world.rehydrations) == ([], [])
+    assert len(world.stager.write_seconds) == 1
+    await world.lifecycle.round(OPERATOR, round_message(5))
+    assert world.stager.recovered == [5]
+    world.pools.close()
+
+
 @pytest.mark.fault("A gang restarts again and again in its pods, each time with another structure")
 async def test_a_round_begins_without_the_layouts_of_the_one_before(
     slow: SlowNode, tmp_path: Path

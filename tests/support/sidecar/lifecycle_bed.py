@@ -64,13 +64,15 @@ class PlayedStager:
         self.memory: dict[str, Any] = {}
         self.settle_seconds: list[float] = []
         self.write_seconds: list[float] = []
+        self.recovered: list[RestartRound] = []
+        """The round of each call that frees the slots of older rounds."""
         self.wait: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0)
 
     def seal(self) -> None:
         return
 
-    def recover(self, *_: object) -> None:
-        return
+    def recover(self, state: RoundState, durable: object) -> None:
+        self.recovered.append(state.round)
 
     async def settle(self, seconds: float) -> bool:
         self.settle_seconds.append(seconds)

@@ -366,6 +366,8 @@ class Lifecycle:
                 protected=protected_steps(message),
             )
         durable = await self._resume_own_shards(message.round)
+        if self._pod.state.accepted is not message:
+            return  # A SEAL has come meanwhile. It writes what waits in slots, which `recover` would free.
         self._saves.flow.resuming = False
         self._saves.stager.recover(self._pod.state, durable)
         self._background.begin()
@@ -422,6 +424,8 @@ class Lifecycle:
             if ref.job_uid != self._pod.job_uid:
                 continue
             record = await self._tiers.pools.read.run(self._tiers.node.find, ref)
+            if self._restores.rehydrator.restored is not restored:
+                return
             if record is not None and record.header.round != self._pod.state.round:
                 self._saves.flow.add(replace(own_shard(record, committed=True), reported=False))
 
