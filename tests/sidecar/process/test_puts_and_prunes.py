@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,16 @@ from typing import Any
 
 import pytest
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource, manifest, shard_file, shard_header
 from tests.support.sidecar.contracts import CONTRACT
-from tests.support.sidecar.rounds import first_round
+from tests.support.sidecar.rounds import accepted, first_round, round_message
 from tests.support.sidecar.waiting import until
 
 from holdfast_core.errors import CapacityError, UnreadableError
 from holdfast_core.format.canonical import digest_of
-from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
-from holdfast_core.messages.schema import Plan, RestorePoint
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, ShardRef, Step
+from holdfast_core.messages.schema import Plan, RestorePoint, StepOutcome
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.save.staging import Room
 from holdfast_core.tasks import Signal
@@ -242,6 +244,31 @@ async def test_a_prune_deletes_nothing_after_a_seal(world: World) -> None:
     await asyncio.sleep(0)
     await world.pools.shard.run(len, ())
     assert len(world.node.list_shards()) == 1
+    await world.close()
+
+
+@pytest.mark.fault("A round is sealed between two deletions of a plan")
+async def test_a_prune_that_a_seal_overtakes_deletes_no_orphans(world: World) -> None:
+    """The operator may finish their commit: the inventory that answers the seal lists them."""
+    deleting, go_on, delete = threading.Event(), threading.Event(), world.node.delete_shard
+    world.current.state = accepted(round_message(1))
+    orphan, dropped = HEADER, replace(HEADER, step=Step(HEADER.step + 1), round=RestartRound(1))
+    for header in (orphan, dropped):
+        world.node.write_shard(header, BytesSource(DATA))
+
+    def slow(ref: ShardRef) -> None:
+        deleting.set()
+        assert go_on.wait(HANG_SECONDS)
+        delete(ref)
+
+    world.node.delete_shard = slow  # type: ignore[method-assign]
+    newer = StepOutcome(Step(HEADER.step + 2), RestartRound(1), Level.REPLICATED)
+    world.pruner.take(Plan(RestartRound(1), levels=(newer,), drop=(dropped.step,)))
+    assert await asyncio.to_thread(deleting.wait, HANG_SECONDS)
+    world.current.state = world.current.state.sealed_for(RestartRound(2))
+    go_on.set()
+    await until(lambda: "prune" not in {t.get_name() for t in asyncio.all_tasks()}, "its end")
+    assert [record.header.step for record in world.node.list_shards()] == [orphan.step]
     await world.close()
 
 

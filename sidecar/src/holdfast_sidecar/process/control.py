@@ -184,7 +184,7 @@ class Pruner:
             return
         await self._delete(accepted, frozenset(plan.drop))
         kept = max((r.step for r in plan.levels if r.level is not Level.LOCAL), default=None)
-        if kept is not None:
+        if kept is not None and not self._is_over(accepted):
             await self._tiers.pools.shard.run(
                 delete_orphans,
                 self._tiers.node,
