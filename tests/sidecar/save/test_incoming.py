@@ -30,7 +30,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.canonical import digest_of
-from holdfast_core.ids import Digest, JobUid, RestartRound, ShardRef, TierName, Worker
+from holdfast_core.ids import Digest, JobUid, RestartRound, ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import CopyReply, CopyRequest, Member, Refusal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import ShardRecord
@@ -302,6 +302,28 @@ async def test_a_step_that_was_dropped_is_not_copied() -> None:
             await here.take(ref)
         assert here.owner.copies == 0
         assert (await here.take(replace(ref, round=RestartRound(ROUND - 1)))).durable
+
+
+@pytest.mark.fault("A step is dropped while a target of copies looks for it on its disk")
+async def test_a_step_that_is_dropped_before_its_copy_begins_is_not_copied() -> None:
+    async with world() as here:
+        looking, go_on, find = threading.Event(), threading.Event(), here.node.find
+
+        def slow(ref: ShardRef) -> ShardRecord | None:
+            looking.set()
+            assert go_on.wait(HANG_SECONDS)
+            return find(ref)
+
+        here.node.find = slow  # type: ignore[method-assign]
+        request = here.take(replace(shard(7).ref, round=ROUND))
+        assert await asyncio.to_thread(looking.wait, HANG_SECONDS)
+        here.dropped = {7}
+        here.copies.forget(frozenset({Step(7)}))
+        here.owner.may_end.set()
+        go_on.set()
+        with pytest.raises(NotFoundError):
+            await request
+        assert here.owner.copies == 0
 
 
 async def test_a_shard_of_another_job_is_refused() -> None:

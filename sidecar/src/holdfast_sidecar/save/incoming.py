@@ -112,11 +112,11 @@ class IncomingCopies:
                 f"a copy of a shard of job {ref.job_uid}: this is a sidecar of job "
                 f"{self._pod.contract.job_uid}",
             )
+        if ref not in self._running and request.layout is None and await self._holds(ref):
+            return CopyReply(durable=True)
         if ref.round == self._pod.state.round and self._drops(ref.step):
             # The caller has not received this plan yet. Nothing would delete the copy before the next round.
             raise _was_pruned(ref)
-        if ref not in self._running and request.layout is None and await self._holds(ref):
-            return CopyReply(durable=True)
         if ref not in self._running:
             task = asyncio.create_task(self._copy(caller, request), name=f"copy of {ref}")
             self._running[ref], self._pieces[ref] = task, 0
