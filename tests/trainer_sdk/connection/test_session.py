@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 
 from holdfast.base.handle import SaveHandle, SaveTimeoutError
 from holdfast.connection.session import Session
@@ -226,6 +227,32 @@ def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Pa
     link.is_connected = False
     assert not session.wait_acknowledged(0.01, 60), "no reply can arrive"
     reply.join()
+
+
+@pytest.mark.fault("A sidecar that has written the last save restarts while its rank closes")
+def test_a_close_ends_when_the_sidecar_is_back(slot: Slot) -> None:
+    """No reply and no level follows, so the rank would wait for the whole time of a reply."""
+    waits = threading.Event()
+
+    class Watched(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.set()
+            return super().wait(timeout)
+
+    link = RecordingLink()
+    session = session_with(link)
+    session.saves.changed = Watched()
+    save(session, slot, 1)
+    link.sent[0][1].set_exception(UnavailableError("the sidecar has ended"))
+    slot.abandon()  # as the sidecar freed it
+    close = threading.Thread(
+        target=session.wait_acknowledged, args=(2 * HANG_SECONDS,), daemon=True
+    )
+    close.start()
+    assert waits.wait(HANG_SECONDS)
+    session.connected()
+    close.join(HANG_SECONDS)
+    assert not close.is_alive()
 
 
 @pytest.mark.fault("A step is saved again after its first save failed")

@@ -380,6 +380,7 @@ class Session:
                 self._submit(save)
             else:
                 self.saves.acknowledge(save)
+        self.saves.settled()
 
     def disconnected(self, reason: str) -> None:
         with self.saves.changed:
