@@ -150,6 +150,17 @@ def test_the_memory_of_deleted_steps_is_bounded() -> None:
     assert gone.pruned == tuple(range(last - MAX_FORGOTTEN, last))
 
 
+@pytest.mark.fault("A checkpoint is unpinned when the nodes have deleted a thousand newer ones")
+def test_an_old_step_that_goes_after_many_newer_ones_is_deleted() -> None:
+    """So does the newest persisted step where a thousand steps follow it before the next one is uploaded."""
+    ledger = new_ledger()
+    commit(ledger, 0)
+    ledger.forget(tuple(map(Step, range(1, MAX_FORGOTTEN + 2))))
+    ledger.forget((Step(0),))
+    assert Step(0) in ledger.dropped
+    assert ledger.is_forgotten(Step(0))
+
+
 def test_a_step_that_a_member_lost_is_gone_and_not_deleted_elsewhere() -> None:
     ledger = new_ledger()
     commit(ledger, 10)

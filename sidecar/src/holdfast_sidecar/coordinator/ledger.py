@@ -21,8 +21,8 @@ from holdfast_core.messages.schema import ReportedShard, RestorePoint, ShardInfo
 from holdfast_core.store.rules import UploadQueue
 
 MAX_FORGOTTEN = 1024
-"""Steps that are recorded individually. Of the older ones only the highest number is kept: a step up to that
-number counts as forgotten unless it exists."""
+"""Steps that are recorded individually. Of those that went earlier only the highest number is kept: a step up
+to that number counts as forgotten unless it exists."""
 
 
 class Forgotten:
@@ -39,9 +39,11 @@ class Forgotten:
         Args:
             pruned: Shards of the step are to be deleted wherever they still appear.
         """
+        self._steps.pop(step, None)
         self._steps[step] = pruned
         while len(self._steps) > MAX_FORGOTTEN:
-            oldest = min(self._steps)
+            # By the time, not the number: a step that was pinned for long goes after newer ones.
+            oldest = next(iter(self._steps))
             del self._steps[oldest]
             self._below = max(self._below, oldest)
 
