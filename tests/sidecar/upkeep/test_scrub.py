@@ -335,6 +335,36 @@ async def test_a_document_that_changed_is_replaced(tmp_path: Path, document: str
         await world.until(lambda: content_of(path) == good)
 
 
+@pytest.mark.fault("The disk refuses to quarantine one of the damaged documents of a node")
+async def test_a_document_that_the_disk_refuses_keeps_no_other_from_its_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scrub meets the manifest first, and so does each attempt to replace what is missing."""
+    world, failures = World(tmp_path), Failures(lambda: None)
+
+    def refusing(*_: object) -> None:
+        raise TierError("quarantining a manifest: Read-only file system")
+
+    monkeypatch.setattr(world.node, "quarantine_manifest", refusing)
+    (manifest,) = (tmp_path / "node").rglob("manifests/*/*.json")
+    layout = tmp_path / "node" / "layouts" / f"{hex_of(HEADER.layout)}.json"
+    good = layout.read_bytes()
+    for path in (manifest, layout):
+        flip_bit(path, 20)
+    scrubber = world.scrubber_of(
+        Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.001),
+        failures=failures,
+    )
+    scrubber.start()
+    try:
+        await world.until(lambda: content_of(layout) == good)
+        await world.until(lambda: bool(failures.current))
+        assert "Read-only file system" in failures.current[0].message
+    finally:
+        await scrubber.close()
+        world.pools.close()
+
+
 @pytest.mark.fault("A scrub meets saves, restores and the end of its process")
 def test_a_pass_waits_for_saves_and_still_ends_in_time() -> None:
     schedule = ScrubPace(total_bytes=1000, pass_seconds=100.0, started=0.0)

@@ -6,7 +6,9 @@ as long as it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 from holdfast_core import logs
 from holdfast_core.errors import HoldfastError, NotFoundError
@@ -49,18 +51,25 @@ class Replacer:
         """Try to replace everything that is missing, once.
 
         While the sidecar is sealed nothing is tried, because the members of the round are not known.
+
+        One that the disk refuses keeps no other one. Its error is raised at the end.
         """
         if self._current().accepted is None:
             return
-        for name in tuple(self._manifests):
-            if await self._manifest(*name):
-                del self._manifests[name]
-        for digest, ref in tuple(self._layouts.items()):
-            if await self._layout(digest, ref):
-                del self._layouts[digest]
-        for ref in tuple(self._shards):
-            if await self._shard(ref):
-                del self._shards[ref]
+        missing: list[tuple[dict[Any, Any], object, Callable[[], Awaitable[bool]]]] = [
+            *((self._manifests, name, partial(self._manifest, *name)) for name in self._manifests),
+            *((self._layouts, of[0], partial(self._layout, *of)) for of in self._layouts.items()),
+            *((self._shards, ref, partial(self._shard, ref)) for ref in self._shards),
+        ]
+        failed: HoldfastError | OSError | None = None
+        for known, name, replace in missing:
+            try:
+                if await replace():
+                    del known[name]
+            except (HoldfastError, OSError) as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     async def _shard(self, ref: ShardRef) -> bool:
         """Replace a shard. Return whether it is settled: it is here, or it is no longer needed."""

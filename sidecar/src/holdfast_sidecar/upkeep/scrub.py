@@ -254,7 +254,10 @@ class Scrubber:
         for bad in found:
             self._telemetry.metrics.corruption(TierName.NODE)
             logs.warning("scrub: quarantined a document", error=str(bad.damage))
-            await self._tiers.pools.meta.run(bad.quarantine, self._tiers.node)
+            try:
+                await self._tiers.pools.meta.run(bad.quarantine, self._tiers.node)
+            except (HoldfastError, OSError) as error:
+                unread = error  # its replacement quarantines it, too
             if bad.manifest is not None:
                 self._replacer.manifest_is_bad(*bad.manifest)
             elif bad.layout is not None:
