@@ -19,7 +19,7 @@ from tests.support.sidecar.gated_stager import (
     running,
 )
 
-from holdfast_core.errors import RefusedError
+from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.ids import Step
 from holdfast_core.shm.slot_file import HEADER_BYTES, SlotFile, SlotHeader, SlotState, slot_name
 
@@ -132,6 +132,28 @@ async def test_the_newer_slot_of_a_name_is_recovered(tmp_path: Path) -> None:
         world.node.let(2)
         await world.until(lambda: world.slots()[0] is FREE)
         assert world.stored() == [1, 2]
+
+
+@pytest.mark.fault("A sidecar dies when a slot was replaced while it was written")
+async def test_a_save_whose_slot_was_replaced_is_known_by_its_shard(tmp_path: Path) -> None:
+    """The rank asks again after the restart. Of a save that was not written it would wait for levels."""
+    async with running(tmp_path, 3) as world:
+        written, lost = world.fill(0, 1), world.fill(1, 2)
+        for stage in (written, lost):
+            await world.stager.stage(lambda: world.state, stage)
+        world.node.let(1)
+        await world.until(lambda: not world.stager.writes(RANK))
+        for index in (0, 1):
+            world.create(index)
+        for layout in world.settings.layouts_dir.iterdir():
+            layout.unlink()
+        world.stager.abandon()
+        world.life()
+        await world.stager.stage(lambda: world.state, written)
+        with pytest.raises(NotFoundError):
+            await world.stager.stage(lambda: world.state, lost)
+        assert world.slots() == [FREE] * 3
+        assert world.stored() == [1]
 
 
 async def test_a_chosen_step_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> None:

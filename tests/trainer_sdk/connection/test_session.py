@@ -285,3 +285,38 @@ def test_a_repeated_save_whose_slot_was_freed_during_a_disconnection_is_acknowle
     session.connected()
     assert first.durable
     assert second.durable
+
+
+@pytest.mark.fault("A sidecar restarts when a rank has replaced slots that it was writing")
+def test_a_save_whose_slot_was_replaced_is_handed_over_again(tmp_path: Path) -> None:
+    """Only the sidecar knows whether the slot was written. If not, nothing would end a wait for the save."""
+    ring, link, session = handing_over(tmp_path, 2)
+    lost, written = (save(session, slot, step) for step, slot in enumerate(ring.slots))
+    for _, reply in link.sent:
+        reply.set_result(Ok(ROUND))
+    ring.ensure(1 << 20, ROUND)  # the state has grown
+    session.hello_accepted(HelloReply(ROUND))
+    session.connected()
+    assert link.steps == [0, 1, 0, 1]
+    link.sent[2][1].set_exception(FormatError("the slot holds another save"))
+    link.sent[3][1].set_result(Ok(ROUND))
+    assert lost.failure == "the slot holds another save"
+    assert not written.settled
+
+
+def test_a_repeated_save_whose_slot_was_replaced_before_its_comparison_has_failed(
+    tmp_path: Path,
+) -> None:
+    """The sidecar finds the shard of the first save, which may have other bytes."""
+    ring, link, session = handing_over(tmp_path, 2)
+    first, again = (save(session, slot, 10) for slot in ring.slots)
+    link.sent[0][1].set_result(Ok(ROUND))
+    ring.ensure(1 << 20, ROUND)
+    session.hello_accepted(HelloReply(ROUND))
+    session.connected()
+    for _, reply in link.sent[2:]:
+        reply.set_result(Ok(ROUND))
+    session.push(StepOutcome(Step(10), ROUND, Level.LOCAL))
+    assert first.durable
+    assert not again.durable
+    assert again.settled

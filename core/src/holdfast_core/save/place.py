@@ -121,6 +121,8 @@ class SavePlace:
     """Makes the layout that the message names durable, or marks it as used."""
     write_shard: Callable[[ShardHeader, SlotFile], ShardRecord]
     """Writes the shard durably, with all that must be durable before its slot is freed."""
+    has_stored: Callable[[Stage], bool]
+    """Returns whether the save of this rank, step and round is durable."""
     list_shards: Callable[[], Iterable[ShardRecord]]
     notes: SlotNotes | None
     """Notes of the owned slots. None: a rank hands an OWNED slot over again to the next process."""

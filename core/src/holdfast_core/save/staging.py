@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast_core.clock import Clock
-from holdfast_core.errors import CapacityError, FormatError, HoldfastError, RefusedError
+from holdfast_core.errors import CapacityError, FormatError, HoldfastError, RefusedError, TierError
 from holdfast_core.ids import CheckpointId, Rank, Step
 from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import Refusal, Stage, StepOutcome
@@ -360,8 +360,9 @@ class Stager:
         If this raises, the slot is unchanged.
 
         A rank sends the message again after a reconnect. While the first request is being served, both have
-        its result. While the slot is owned, the message has no effect. If the rank has saved the step before
-        in this round, the slot's bytes are compared with those of that save, and the slot is freed.
+        its result. While the slot is owned, the message has no effect, and neither has it if the slot is
+        gone and its save is stored. If the rank has saved the step before in this round, the slot's bytes
+        are compared with those of that save, and the slot is freed.
 
         Args:
             current: Returns the present round. It is called again after each wait.
@@ -381,8 +382,14 @@ class Stager:
             staging = asyncio.ensure_future(self._stage(current, message))
             self._staging[message] = staging
             staging.add_done_callback(lambda done: self._staging_ended(message, done))
-        # A comparison frees the slot, so that it must not end with the connection.
-        await asyncio.shield(staging)
+        try:
+            # A comparison frees the slot, so that it must not end with the connection.
+            await asyncio.shield(staging)
+        except (FormatError, TierError):
+            # An earlier process may have written the save, and ended before it reported that. The slot, and
+            # the layout beside it, may be those of another save by now.
+            if not await self._pools.meta.run(self._place.has_stored, message):
+                raise
 
     def _staging_ended(self, message: Stage, done: asyncio.Future[None]) -> None:
         del self._staging[message]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from holdfast_core.messages.schema import Stage
 from holdfast_core.pacing import BackgroundLimit
-from holdfast_core.save.place import RankLayouts, SavePlace, SlotNotes
+from holdfast_core.save.place import RankLayouts, SavePlace, SlotNotes, shard_header
 from holdfast_core.save.staging import Stager
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.tasks import Signal
@@ -19,12 +20,18 @@ from holdfast_sidecar.wire.bulk import Members
 
 def node_place(pod: Pod, node: NodeTier, layouts: RankLayouts) -> SavePlace:
     settings = pod.settings
+
+    def has_stored(message: Stage) -> bool:
+        headers = (record.header for record in node.list_shards())
+        return any(h == shard_header(message, pod.job_uid, h.world_size) for h in headers)
+
     return SavePlace(
         job_uid=pod.job_uid,
         slots_dir=settings.slots_dir,
         open_slot=partial(SlotFile.open, settings.slots_dir),
         ensure_layout=layouts.ensure,
         write_shard=node.write_shard,
+        has_stored=has_stored,
         list_shards=node.list_shards,
         notes=SlotNotes(settings.staged_dir),
         room_seconds=settings.room_seconds,

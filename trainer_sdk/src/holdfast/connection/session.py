@@ -375,8 +375,10 @@ class Session:
             link.notify(progress)
         for save in again:
             # A FREE slot was already written by the sidecar before it restarted, and its level is still to
-            # be reported. A slot that holds a newer save by now must not be staged for the old one.
-            if self._knows_what_is_durable or save.state not in (None, SlotState.FREE):
+            # be reported. A slot that holds a newer save by now must not be staged for the old one. Of a slot
+            # whose file was replaced, only the other side knows whether it was written.
+            is_known = self._knows_what_is_durable or save.slot.is_closed
+            if is_known or save.state not in (None, SlotState.FREE):
                 self._submit(save)
             else:
                 self.saves.acknowledge(save)
@@ -512,5 +514,9 @@ class Session:
                     slot.abandon()  # the other side refused it and will not free the slot
                 save.handle.fail(Level.LOCAL, str(error))
         else:
-            if isinstance(reply, Ok):
+            if save.is_repeated and not save.acknowledged and save.slot.is_closed:
+                save.handle.fail(
+                    Level.LOCAL, "its slot was replaced before its bytes were compared"
+                )
+            elif isinstance(reply, Ok):
                 self.saves.acknowledge(save)

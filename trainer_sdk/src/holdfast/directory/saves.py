@@ -25,13 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.open_folder import OpenFolder
 from holdfast_core.clock import SystemClock
-from holdfast_core.errors import (
-    FormatError,
-    HoldfastError,
-    NotFoundError,
-    RefusedError,
-    UnavailableError,
-)
+from holdfast_core.errors import HoldfastError, RefusedError, UnavailableError
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, age_of
 from holdfast_core.messages.schema import (
     NO_OBJECT_TIER,
@@ -90,7 +84,7 @@ class PendingCommits:
         with self._lock:
             return self._lock.wait_for(lambda: self.is_empty, seconds)
 
-    def has_record(self, checkpoint: CheckpointId, rank: Rank) -> bool:
+    def has_record(self, rank: Rank, checkpoint: CheckpointId) -> bool:
         """Return whether the rank's shard is durable with its record, or the checkpoint is committed."""
         committer = self._folder.committer
         return committer.is_prepared(checkpoint, rank) or committer.is_committed(checkpoint)
@@ -311,6 +305,7 @@ class FolderSaves:
             open_slot=folder.open_slot,
             ensure_layout=self._ensure_layout,
             write_shard=self._write_shard,
+            has_stored=lambda message: commits.has_record(*_save_of(message)),
             list_shards=folder.tier.list_shards,
             notes=None,
         )
@@ -417,13 +412,7 @@ class FolderSaves:
     async def _stage(self, message: Stage, push: Push) -> Ok:
         save = _save_of(message)
         self._unclaimed.pop(save, None)
-        try:
-            await self._stager.stage(lambda: self.round, message)
-        except (FormatError, NotFoundError, UnavailableError):
-            # An earlier persister may have made the save durable and freed the slot, and was killed before
-            # it reported the commit.
-            if not await self._pools.meta.run(self._commits.has_record, save[1], save[0]):
-                raise
+        await self._stager.stage(lambda: self.round, message)
         if message.step in self._stager.under_way(message.rank):
             pushes = self._pushes.setdefault(save, [])
             if push not in pushes:
@@ -499,7 +488,7 @@ class FolderSaves:
     def _record_again(self, message: Stage) -> None:
         """Write the record of a durable shard, if an earlier persister was killed before it did."""
         rank, checkpoint = _save_of(message)
-        if self._commits.has_record(checkpoint, rank):
+        if self._commits.has_record(rank, checkpoint):
             return
         for record in self._folder.tier.list_shards():
             if (record.header.rank, record.checkpoint) == (rank, checkpoint):

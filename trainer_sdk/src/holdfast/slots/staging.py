@@ -100,6 +100,11 @@ class Slot:
             return True
         return (found.st_dev, found.st_ino) != self._identity
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process cannot see the slot any more, because `close` has unmapped it."""
+        return self._memory.closed
+
     def header(self) -> SlotHeader:
         return SlotHeader.unpack(self._memory[:HEADER_BYTES])
 
