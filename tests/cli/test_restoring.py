@@ -114,9 +114,12 @@ def test_what_cannot_be_forked_is_refused_with_the_next_command() -> None:
         find_fork_point(job(2, STATUS, store="main"), (), None)
 
 
+@pytest.mark.fault("A fork is made of a job that a GitOps tool tracks by a label")
 def test_a_fork_has_the_spec_of_its_source_without_its_orders() -> None:
     given = job(2, STATUS, store="main").to_dict()
-    given["metadata"] |= {"labels": {"kueue.x-k8s.io/queue-name": "q"}, "annotations": {"a": "b"}}
+    tracked = {"app.kubernetes.io/instance": "training", "argocd.example.com/app": "training"}
+    queue = {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/priority-class": "low"}
+    given["metadata"] |= {"labels": tracked | queue, "annotations": {"a": "b"}}
     given["spec"] |= {
         "suspend": True,
         "rollback": {"round": 1, "step": 30},
@@ -129,7 +132,7 @@ def test_a_fork_has_the_spec_of_its_source_without_its_orders() -> None:
     assert body["metadata"] == {
         "name": "fork",
         "namespace": "team-a",
-        "labels": {"kueue.x-k8s.io/queue-name": "q"},
+        "labels": queue,
     }
     spec = body["spec"]
     assert spec["workers"] == 8

@@ -216,8 +216,9 @@ def find_fork_point(gang: Gang, checkpoints: Sequence[Checkpoint], step: Step | 
 def forked(
     raw: dict[str, Any], name: str, checkpoint: Checkpoint, workers: int | None
 ) -> dict[str, Any]:
-    """Return the new TrainingJob. Labels are copied, because a queue is one.
+    """Return the new TrainingJob. Of the labels it has those of Kueue, because a queue is one.
 
+    A GitOps tool may track its objects by a label, and delete one with that label that it does not know.
     Orders and steps of the old job say nothing about the new one.
     """
     meta, spec = raw["metadata"], copy.deepcopy(raw["spec"])
@@ -227,7 +228,7 @@ def forked(
     spec["restoreFrom"] = {"checkpointRef": {"name": checkpoint.name}}
     if workers is not None:
         spec["workers"] = workers
-    labels = meta.get("labels")
+    labels = {k: v for k, v in (meta.get("labels") or {}).items() if "kueue.x-k8s.io/" in k}
     return {
         "apiVersion": raw["apiVersion"],
         "kind": raw["kind"],
