@@ -29,6 +29,7 @@ from holdfast_core.messages.schema import (
     Failure,
     RestorePoint,
 )
+from holdfast_operator.decide.checkpoints import PRUNE_TURN_SECONDS
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.report.status import LEVELS_EVERY_SECONDS
 from holdfast_operator.model.actions import (
@@ -292,6 +293,23 @@ def test_steps_that_sidecars_protect_hold_up_no_other_prune() -> None:
     others = (checkpoint(30, 0), checkpoint(40, 2, phase="Deleting"), *FOUR[1:])
     given = world(committed=persisted(70), checkpoints=(*pinned, *again, *others))
     assert names(list(decide(given, now()).actions)) == ["job-l2msg4-s40-r2"]
+
+
+@pytest.mark.fault("The store refuses for ever to delete some checkpoints of a job")
+def test_prunes_that_fail_hold_up_no_other_for_ever() -> None:
+    """At most four are ordered at a time, and each of them is repeated until it is carried out."""
+    refused = tuple(checkpoint(step, 2, phase="Deleting") for step in (31, 32, 33, 34))
+    doomed = (*refused, checkpoint(40, 2, phase="Deleting"), *FOUR[1:])
+    given = world(committed=persisted(70), checkpoints=doomed)
+    first = decide(given, now())
+    wanted = [c.name for c in refused]
+    assert names(list(first.actions)) == wanted
+    again = decide(replace(given, memory=first.memory), now(1000.0 + PRUNE_TURN_SECONDS - 1))
+    assert names(list(again.actions)) == wanted
+    later = decide(replace(given, memory=again.memory), now(1000.0 + PRUNE_TURN_SECONDS))
+    assert names(list(later.actions)) == ["job-l2msg4-s40-r2", *wanted[:3]]
+    last = decide(replace(given, memory=later.memory), now(1000.0 + 2 * PRUNE_TURN_SECONDS))
+    assert wanted[3] in names(list(last.actions))
 
 
 def test_what_a_clone_has_chosen_meanwhile_is_not_deleted() -> None:

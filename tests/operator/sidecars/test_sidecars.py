@@ -203,6 +203,27 @@ async def test_save_now_is_sent_until_a_sidecar_accepts_it_and_prune_returns_lat
         assert [kind for kind, _ in server.calls].count("prune") == 1
 
 
+@pytest.mark.fault("The store refuses for ever to delete some checkpoints of a job")
+async def test_a_prune_that_is_refused_causes_no_pass() -> None:
+    """That pass would order the prune again, and so on."""
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.answering(pod)
+        server.refuses_prunes = True
+        message = Prune(
+            RestartRound(0), (RestorePoint(Step(10), RestartRound(0), Digest("b3:aa")),)
+        )
+
+        def calls() -> int:
+            b.call(pod, CallPath.PRUNE, message)
+            return [kind for kind, _ in server.calls].count("prune")
+
+        await b.until(lambda: calls() == 1)
+        b.enqueued.clear()
+        await b.until(lambda: calls() == 3)  # the second one has ended
+        assert b.enqueued == []
+
+
 @pytest.mark.parametrize("case", ["another pod's name", "another job's authority"])
 async def test_a_sidecar_with_a_certificate_of_another_pod_is_sent_nothing(case: str) -> None:
     async with bench() as b:

@@ -77,6 +77,7 @@ class ServedSidecar(FakeSidecar):
     """The raw body of each answer to a poll, if set."""
     refuses_state: str = ""
     """The message with which each poll is refused, if set."""
+    refuses_prunes: bool = False
     raw_inventory: bytes | None = None
     raw_manifest: str | None = None
     """The document that each request for a manifest gets, if set."""
@@ -219,6 +220,8 @@ class ServedSidecar(FakeSidecar):
     async def _prune(self, request: web.Request) -> web.Response:
         message = loads(Prune, await request.read())
         self.calls.append(("prune", message))
+        if self.refuses_prunes:
+            return _answer(self.refuse(Refusal.PROTECTED, "prune"))
         return _answer(Ok(message.round))
 
     async def _ask(self, request: web.Request) -> web.Response:

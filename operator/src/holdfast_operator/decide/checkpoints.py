@@ -134,6 +134,9 @@ def imported(checkpoint: Checkpoint, now: Now) -> CheckpointStatus | None:
 
 
 PRUNES_PER_PASS = 4
+PRUNE_TURN_SECONDS = 120.0
+"""Time after which a prune lets others go first, longer than that of a call. A store may refuse for ever to
+delete one checkpoint."""
 WRITES_PER_PASS = 32
 """Largest number of Checkpoints that one rule writes or deletes in a pass. A user may create thousands, and
 the passes of other jobs must not wait until all are written. Each write causes another pass."""
@@ -717,7 +720,7 @@ def _retention(world: World) -> list[Action]:
         and c.id not in protected
     ]
     actions: list[Action] = []
-    for checkpoint in doomed[:PRUNES_PER_PASS]:
+    for checkpoint in _in_turn(world, doomed):
         actions.extend(_prune(world, checkpoint))
     marked: list[tuple[Checkpoint, RetentionReason]] = []
     if may_prune(world):
@@ -732,6 +735,23 @@ def _retention(world: World) -> list[Action]:
         )
         actions.append(normal(Reason.PRUNING, f"pruning checkpoints in the object store: {text}"))
     return actions
+
+
+def _in_turn(world: World, doomed: list[Checkpoint]) -> list[Checkpoint]:
+    """Return those whose turn it is: first those that have begun it, last those whose turn is over."""
+    now, began = world.now.monotonic, world.memory.prunes
+
+    def place(checkpoint: Checkpoint) -> tuple[int, float]:
+        at = began.get(checkpoint.name)
+        if at is None:
+            return 1, 0.0
+        return (0 if now - at < PRUNE_TURN_SECONDS else 2), at
+
+    chosen = sorted(doomed, key=place)[:PRUNES_PER_PASS]
+    begins = {c.name: now for c in chosen if place(c)[0]}
+    known = {c.name: began[c.name] for c in doomed if c.name in began}
+    world.remember(prunes=known | begins)
+    return chosen
 
 
 def _prune(world: World, checkpoint: Checkpoint) -> list[Action]:

@@ -582,6 +582,9 @@ class JobMemory:
     save_requests: tuple[RequestedSave, ...] = ()
     """Requests to save that were sent to the coordinator and are not fulfilled yet. Lost: they are sent again
     with the same tokens, which the coordinator knows."""
+    prunes: Mapping[str, float] = field(default_factory=dict)
+    """When the newest turn of each Checkpoint began whose prune was ordered in `round`. Lost: turns begin
+    again."""
     levels_written_at: float | None = None
     """When the status was last written. Lost: routine news waits as long again."""
     counted_at: float | None = None

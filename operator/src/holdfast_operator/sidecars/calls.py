@@ -259,6 +259,7 @@ class Sidecars:
             await self._client.prune(context, asked.target, message)
             job.pruned.add(message.checkpoints)
             self._answers.answered(asked)
+            self._enqueue(job.key)
 
         steps = ", ".join(f"step {c.step} of round {c.round}" for c in message.checkpoints)
         self._start(uid, call.pod_uid, f"prune {steps}", prune)
@@ -325,7 +326,7 @@ class Sidecars:
         before = pod.view
         try:
             await self._attempt(job, pod, name, call)
-            if pod.view != before or name.startswith("prune "):
+            if pod.view != before:
                 self._enqueue(job.key)
         except Exception as error:  # noqa: BLE001 - the next pass repeats the call
             self._answers.unexpected(
