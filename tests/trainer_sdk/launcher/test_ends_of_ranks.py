@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,7 +16,17 @@ import pytest
 from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.waiting import until
 
-from holdfast.base.settings import RankSettings
+from holdfast.base.settings import RankSettings, single_thread_defaults
+from holdfast.launcher.forkserver import (
+    EVENTS,
+    MAX_PACKET_BYTES,
+    Event,
+    Forked,
+    ForkRank,
+    Ready,
+    Reaped,
+    encode,
+)
 from holdfast.launcher.options import Command, CommandKind, LogOptions
 from holdfast.launcher.output import LogFiles
 from holdfast.launcher.processes import ForkServerError, Processes, RoundSettings
@@ -64,6 +77,56 @@ def test_a_rank_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         "holdfast run: rank 0 (process PID) has not ended 0.1 s after SIGKILL: the kernel does not return "
         "from a call to a file system or a device, which /proc/PID/stack names"
     )
+
+
+@pytest.mark.fault("A launcher gets SIGTERM while it forks a rank")
+def test_a_rank_whose_fork_was_only_requested_gets_the_signal() -> None:
+    """It would train on until the grace period of its pod ends, and be killed without a save."""
+
+    async def ended() -> int | None:
+        async with executed("sleep", "600") as (processes, _):
+            (rank,) = processes.ranks
+            assert rank.pid is None
+            processes.signal_ranks(signal.SIGTERM)
+            await rank.ended.wait()
+            return rank.code
+
+    assert asyncio.run(asyncio.wait_for(ended(), HANG_SECONDS)) == -signal.SIGTERM
+
+
+SIGNALLED = """
+import os, signal, sys
+from holdfast.launcher import forkserver
+fork = os.fork
+def fork_and_signal():
+    pid = fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return pid
+os.fork = fork_and_signal
+sys.exit(forkserver.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.fault("A launcher gets SIGTERM while it forks a rank")
+def test_a_rank_that_gets_the_signal_before_it_is_ready_does_not_ignore_it() -> None:
+    """The fork server ignores what a terminal sends to all processes, and its child begins as its copy."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(HANG_SECONDS)
+    command = [sys.executable, "-c", SIGNALLED, str(theirs.fileno())]
+    env = single_thread_defaults(os.environ)
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env) as server, ours, theirs:
+        with open(os.devnull, "w") as null:
+            assert isinstance(received(ours), Ready)
+            request = encode(ForkRank("rank", CommandKind.EXEC.value, ("true",), dict(os.environ)))
+            socket.send_fds(ours, [request], [null.fileno()] * 3)
+        assert isinstance(received(ours), Forked)
+        assert received(ours) == Reaped("rank", -signal.SIGTERM)
+    assert server.returncode == 0
+
+
+def received(sock: socket.socket) -> Event:
+    return EVENTS.decode(sock.recv(MAX_PACKET_BYTES))
 
 
 @pytest.mark.fault("A command of the training writes to a pipe whose reader has ended")

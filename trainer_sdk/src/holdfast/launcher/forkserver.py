@@ -211,6 +211,7 @@ def _reset_inherited_state() -> None:
         signal.signal(
             number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         )
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -425,8 +426,10 @@ def main(argv: Sequence[str]) -> int:
     launcher.set_inheritable(False)
     # A terminal sends its signals to the whole process group. Only the launcher handles them.
     # Its ranks ignore SIGHUP, too: the launcher passes it on to them as SIGTERM.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # The SIGTERM of the launcher to a rank that was just forked is pending until the rank is ready for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         preload(argv[1:])
     except (ImportError, ThreadsError) as error:

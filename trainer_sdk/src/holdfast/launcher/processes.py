@@ -102,6 +102,8 @@ class Processes:
         self._socket: socket.socket | None = None
         self._ready: asyncio.Future[None] | None = None
         self._closing = False
+        self._signal: signal.Signals | None = None
+        """What the ranks were sent by `signal_ranks`."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_server_lost: Callable[[str], None] = lambda _: None
 
@@ -224,11 +226,18 @@ class Processes:
             kill_group(pid)
 
     def signal_ranks(self, number: signal.Signals) -> None:
-        """Send a signal to every rank's process, but not to its group: a rank stops its own children."""
+        """Send a signal to every rank's process, but not to its group: a rank stops its own children.
+
+        A rank that is being forked, or is forked later, gets it as well.
+        """
+        self._signal = number
         for process in self._ranks.values():
-            if process.pid is not None and process.code is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
+            self._pass_signal(process)
+
+    def _pass_signal(self, process: RankProcess) -> None:
+        if self._signal is not None and process.pid is not None and process.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, self._signal)
 
     async def end_ranks(self) -> None:
         """Send SIGKILL to every rank's process group and wait until all ranks are reaped.
@@ -327,8 +336,10 @@ class Processes:
 
     def _forked(self, key: str, pid: int, port: int) -> None:
         if key in self._ranks:
-            self._ranks[key].pid = pid
-            self._ranks[key].forked.set()
+            process = self._ranks[key]
+            process.pid = pid
+            process.forked.set()
+            self._pass_signal(process)
         elif key in self._stores:
             self._store_pids[key] = pid
             self._stores[key].set_result(port)
