@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from holdfast.slots.capacity import memory_room, require_room, reserved_bytes
+from holdfast.slots.capacity import VolumeFullError, memory_room, require_room, reserved_bytes
 from holdfast_core.errors import CapacityError
 
 
@@ -66,3 +69,22 @@ def test_slots_that_other_ranks_create_count_as_used(tmp_path: Path) -> None:
     assert reserved_bytes(tmp_path) == 1 << 20
     with pytest.raises(CapacityError, match="being allocated by other ranks"):
         require_room(tmp_path, 1 << 60, 2)
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Iterator[Path]:
+    """Mount a tmpfs of 8 MiB."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(tmp_path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.mark.fault("Slots would fill the shared memory volume to its last page")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_slots_leave_room_for_layouts_and_notes(volume: Path) -> None:
+    """Without it every save fails, although the slots have room."""
+    free = os.statvfs(volume)
+    free_bytes = free.f_bavail * free.f_frsize
+    with pytest.raises(VolumeFullError):
+        require_room(volume, free_bytes, 3)
+    require_room(volume, free_bytes - (1 << 20), 3)

@@ -66,11 +66,15 @@ class VolumeFullError(CapacityError):
     """The volume of the slots has no room. Another volume may have."""
 
 
+_NOTES_BYTES = 1 << 20
+"""Room that slots leave on their volume for layouts and notes, without which every save would fail."""
+
+
 def volume_room(directory: Path, advice: SlotAdvice = IN_A_POD) -> Headroom:
-    """Return the free room of the volume that holds `directory`."""
+    """Return the room for slots on the volume that holds `directory`."""
     stats = os.statvfs(directory)
     return Headroom(
-        stats.f_bavail * stats.f_frsize,
+        max(0, stats.f_bavail * stats.f_frsize - _NOTES_BYTES),
         f"the {advice.place} of {directory}",
         advice.volume,
     )
