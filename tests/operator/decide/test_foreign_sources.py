@@ -98,10 +98,12 @@ def test_a_grant_that_is_being_deleted_permits_nothing() -> None:
     assert is_granted([gone, grant(**{"from": FROM})], "team-a", "job", "src")
 
 
-def test_the_yaml_of_a_missing_grant_is_one_that_permits_it() -> None:
-    body = yaml.safe_load(missing_grant("team-a", "job", "research", "src"))
-    assert body["metadata"]["namespace"] == "research"
-    assert is_granted([CheckpointGrant.from_dict(body)], "team-a", "job", "src")
+@pytest.mark.parametrize("name", ["research", "123", "0x1f", "null", "yes", "2026-01-01"])
+def test_the_yaml_of_a_missing_grant_is_one_that_permits_it(name: str) -> None:
+    """Any of the names may be one that YAML takes for a number, a date or nothing."""
+    body = yaml.safe_load(missing_grant(name, name, name, name))
+    assert body["metadata"] == {"name": f"{name}-{name}", "namespace": name}
+    assert is_granted([CheckpointGrant.from_dict(body)], name, name, name)
 
 
 # --------------------------------------------------------------------------- the job

@@ -120,12 +120,15 @@ def is_granted(
 
 
 def missing_grant(namespace: str, job: str, of: str, checkpoint: str) -> str:
-    """Return the YAML of the grant that lets a job start from a Checkpoint of the namespace `of`."""
+    """Return the YAML of the grant that lets a job start from a Checkpoint of the namespace `of`.
+
+    Names are quoted: YAML takes one of digits, or `null`, for no text.
+    """
     return (
         "apiVersion: holdfast.dev/v1alpha1\n"
         f"kind: {CheckpointGrant.KIND}\n"
-        f"metadata: {{name: {namespace}-{job}, namespace: {of}}}\n"
+        f'metadata: {{name: "{namespace}-{job}", namespace: "{of}"}}\n'
         "spec:\n"
-        f"  from: [{{namespace: {namespace}, jobs: [{job}]}}]\n"
-        f"  to: [{{name: {checkpoint}}}]\n"
+        f'  from: [{{namespace: "{namespace}", jobs: ["{job}"]}}]\n'
+        f'  to: [{{name: "{checkpoint}"}}]\n'
     )
