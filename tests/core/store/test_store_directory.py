@@ -23,8 +23,9 @@ from tests.support.shards.builders import (
     shard_header,
 )
 from tests.support.shards.shard_files import flip_bit
+from tests.support.tiers.ending_source import EndingSource, kept_of_parts
 
-from holdfast_core.errors import AlreadyExistsError, CorruptionError
+from holdfast_core.errors import AlreadyExistsError, CorruptionError, TierError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.format.keys import manifest_key, shard_key, stored_layout_key
 from holdfast_core.ids import CheckpointId, RestartRound, Step
@@ -353,3 +354,10 @@ def test_the_layout_of_a_manifest_that_cannot_be_read_stays(
     store.put_manifest(NAMESPACE, JOB_UID, with_layout(store, 1), b"not a manifest")
     assert swept(store) == 0
     assert layouts_in(tmp_path) == {"s000000000001"}
+
+
+@pytest.mark.fault("An upload makes a part while the memory has no room for the one before it")
+def test_no_part_is_kept_while_the_next_one_is_made(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="no more parts") as ended:
+        DirectoryObjectStore(tmp_path).write("a/one", EndingSource())
+    assert kept_of_parts(ended.tb) == []

@@ -16,6 +16,7 @@ import pytest
 from tests.support.servers.pki import Authority
 from tests.support.servers.played_google import BUCKET, LOGIN, PlayedGoogle
 from tests.support.tiers.cloud_writer import killed_at
+from tests.support.tiers.ending_source import EndingSource, kept_of_parts
 from tests.support.tiers.object_tier_contract import ObjectTierContract
 
 from holdfast.testing import ObjectStoreContract
@@ -26,6 +27,7 @@ from holdfast_core.errors import (
     ConfigError,
     HoldfastError,
     NotFoundError,
+    TierError,
     UnavailableError,
 )
 from holdfast_core.store.access import access_by_url, access_in_pod
@@ -119,6 +121,13 @@ def test_a_listing_has_pages(objects: ObjectStore, monkeypatch: pytest.MonkeyPat
     assert (found, pages) == (names, 3)
     objects.delete([*names, "a/absent"])
     assert objects.list("a/").objects == ()
+
+
+@pytest.mark.fault("An upload makes a part while the memory has no room for the one before it")
+def test_no_part_is_kept_while_the_next_one_is_made(objects: ObjectStore) -> None:
+    with pytest.raises(TierError, match="no more parts") as ended:
+        objects.write("a/one", EndingSource(), replace=True)
+    assert kept_of_parts(ended.tb) == []
 
 
 # --------------------------------------------------------------------------- keys

@@ -279,12 +279,19 @@ def _write(fd: int, parts: Iterable[Part]) -> ObjectInfo:
     """Write the parts durably, and return length and checksum of what they should be."""
     size, crc = 0, 0
     for part in parts:
-        for data in part.data():
-            write_at(fd, data, size)
-            size += len(data)
+        size = _write_part(fd, part, size)
         crc = append_crc(crc, part.crc32c, part.length_bytes)
+        del part  # before the next one is made
     os.fsync(fd)
     return ObjectInfo(size, crc)
+
+
+def _write_part(fd: int, part: Part, offset: int) -> int:
+    """Write a part at `offset`. Return the end of its bytes."""
+    for data in part.data():
+        write_at(fd, data, offset)
+        offset += len(data)
+    return offset
 
 
 def _info(path: Path) -> ObjectInfo:

@@ -227,19 +227,24 @@ class CloudObjectStore:
             writer.write(data)
             self._sent(len(data))
             info = _appended(info, part)
+            del part, data  # before the next part is made
         # Without this call, as after an error, the parts are never put together.
         writer.close()
         return info
 
     def _read(self, writing: _Writing) -> Iterator[tuple[Part, bytes]]:
-        """Yield each part with its bytes, compared with its CRC32C."""
-        for part in writing.source.parts(writing.part_bytes):
+        """Return each part with its bytes, compared with its CRC32C."""
+
+        def read(part: Part) -> tuple[Part, bytes]:
             with read_errors(f"reading for the upload of {writing.key}"):
                 data = b"".join(part.data())
             if crc32c(data) != part.crc32c:
                 writing.source.verify()
                 raise UnavailableError(f"{writing.key}: the source changed while it was read")
-            yield part, data
+            return part, data
+
+        # A generator would refer to the last part, and keep its bytes while the next one is made.
+        return map(read, writing.source.parts(writing.part_bytes))
 
     def _confirm(self, writing: _Writing) -> None:
         """Raise UnavailableError while the server copies: the object is empty until then."""
