@@ -444,6 +444,9 @@ def test_a_job_with_as_many_quarantined_checkpoints_as_fit_fails() -> None:
     assert write.status.condition(JobCondition.FAILED).reason == Reason.NO_PROGRESS
     fewer = failing(*records, quarantined=many[1:])
     assert any(isinstance(a, BeginRound) for a in decide(fewer, now()).actions)
+    policy = changed(job(2).spec.failure_policy, released_steps=(10,))
+    released = failing(*records, quarantined=many, spec={"failure_policy": policy})
+    assert any(isinstance(a, BeginRound) for a in decide(released, now()).actions)
 
 
 def test_the_status_is_read_as_it_was_written() -> None:
