@@ -163,6 +163,15 @@ class Committer:
             return False
         return True
 
+    def was_pruned(self, checkpoint: CheckpointId) -> bool:
+        """Return whether a save that was durable on this process's ranks was committed, and deleted since.
+
+        Before its commit, no other process deletes their shards. Raises OSError if the folder is lost.
+        """
+        with one_at_a_time(self.records_dir.parent):  # a deletion takes the manifest first
+            known = (r.ref for r in self.tier.list_shards() if r.checkpoint == checkpoint)
+            return not any(self.tier.shard_path(ref).exists() for ref in known)
+
     def commit(self, checkpoint: CheckpointId) -> None:
         """Commit `checkpoint`. Rank 0 calls it when all ranks are prepared. It is idempotent.
 

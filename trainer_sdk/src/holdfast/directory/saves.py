@@ -90,28 +90,29 @@ class PendingCommits:
         return committer.is_prepared(checkpoint, rank) or committer.is_committed(checkpoint)
 
     def commit_complete(self) -> None:
-        """Commit complete checkpoints (on rank 0), report committed ones, prune, and fail older saves."""
+        """Commit complete checkpoints (on rank 0), report committed ones, prune, and fail older saves.
+
+        Every rank writes its saves in their order, and rank 0 commits them in it. The newest one is looked at
+        first, so that a newer one is never found before what an older one still lacked a moment ago.
+        """
         folder = self._folder
-        for checkpoint in sorted(tuple(self._pending), key=age_of):
+        newest_first = sorted(tuple(self._pending), key=age_of, reverse=True)
+        for checkpoint in reversed([c for c in newest_first if self._is_due(c)]):
             try:
                 if not self._commit(checkpoint):
                     continue
+                self._report_committed(checkpoint)
             except BaseException as error:  # noqa: BLE001 - it is logged, and the rank receives it
                 warn(error, "commit of %s failed: %s", checkpoint)
                 self._give_up(checkpoint, "CommitFailed", describe(error))
                 self.end_if_lost(error)
                 continue
-            self._report_committed(checkpoint)
             try:
                 folder.expect_present()
-                leader = folder.options.leads
-                folder.committer.prune(checkpoint, self._protected, leader=leader)
+                folder.committer.prune(checkpoint, self._protected, leader=folder.options.leads)
             except BaseException as error:  # noqa: BLE001 - it is logged
-                warn(
-                    error,
-                    "pruning after %s failed, it is tried again after the next save: %s",
-                    checkpoint,
-                )
+                text = "pruning after %s failed, it is tried again after the next save: %s"
+                warn(error, text, checkpoint)
 
     def deleted_for(self, wanted: CheckpointId) -> Callable[[CheckpointId], None]:
         """Return what to call with a checkpoint that was deleted to make room for `wanted`."""
@@ -144,6 +145,15 @@ class PendingCommits:
 
     # ------------------------------------------------------------------ inside
 
+    def _is_due(self, checkpoint: CheckpointId) -> bool:
+        """Return whether the checkpoint is committed, or can be by this process, or may never be."""
+        folder, committer = self._folder, self._folder.committer
+        with suppress(Exception):  # `_commit` raises it again, and the save fails
+            folder.expect_present()
+            complete = folder.options.leads and committer.is_complete(checkpoint)
+            return complete or committer.is_committed(checkpoint)
+        return True
+
     def _commit(self, checkpoint: CheckpointId) -> bool:
         """Commit the checkpoint if this process leads and it is complete. Return whether it is committed."""
         sys.audit("holdfast.directory.slot_freed")
@@ -151,22 +161,27 @@ class PendingCommits:
         folder, committer = self._folder, self._folder.committer
         folder.expect_present()
         if folder.options.leads and committer.is_complete(checkpoint):
-            folder.write(
-                checkpoint, lambda: committer.commit(checkpoint), self.deleted_for(checkpoint)
-            )
+            deleted = self.deleted_for(checkpoint)
+            folder.write(checkpoint, lambda: committer.commit(checkpoint), deleted)
         return committer.is_committed(checkpoint)
 
     def _report_committed(self, checkpoint: CheckpointId) -> None:
-        """Report the checkpoint's levels, and fail older saves that not all ranks have finished."""
+        """Report the checkpoint's levels, and fail older saves that not all ranks have finished.
+
+        Rank 0 may have committed an older one and pruned it since this process looked for it.
+        """
+        text = f"step {checkpoint.step} was committed before all ranks had saved this one"
+        pending = sorted(tuple(self._pending), key=age_of)
+        for other in [c for c in pending if age_of(c) < age_of(checkpoint)]:
+            if self._folder.committer.was_pruned(other):
+                self._report_committed(other)
+            else:
+                self._give_up(other, "Superseded", text)
         pushes = self._take(checkpoint)
         if pushes is not None:
             _push_all(pushes, _levels(checkpoint, has_store=self._uploads is not None))
         if self._uploads is not None:
             self._uploads.committed(checkpoint)
-        text = f"step {checkpoint.step} was committed before all ranks had saved this one"
-        for other in list(self._pending):
-            if age_of(other) < age_of(checkpoint):
-                self._give_up(other, "Superseded", text)
 
     @property
     def _protected(self) -> frozenset[CheckpointId]:
@@ -219,10 +234,7 @@ def _levels(checkpoint: CheckpointId, *, has_store: bool) -> list[Any]:
     never persisted, and a wait for that level must end.
     """
     step, round_ = checkpoint.step, checkpoint.round
-    reached = [
-        StepOutcome(step, round_, Level.LOCAL),
-        StepOutcome(step, round_, Level.REPLICATED),
-    ]
+    reached = [StepOutcome(step, round_, level) for level in (Level.LOCAL, Level.REPLICATED)]
     if has_store:
         return reached
     text = "the folder has no object store; set Folder(store=...)"
