@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import holdfast
 from holdfast.directory.choice import JOB_UID, NAMESPACE
 from holdfast.directory.folder_store import FolderStore
 from holdfast.directory.open_folder import OpenFolder, ServiceOptions
-from holdfast.directory.plan import PlanFile
+from holdfast.directory.plan import FolderPlan, PlanFile
 from holdfast.directory.uploads import FolderUploads
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.format.canonical import sealed, unsealed
@@ -28,6 +29,7 @@ from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Policy
 from holdfast_core.pacing import BackgroundLimit
+from holdfast_core.store.tier import ObjectTier
 from holdfast_core.store_url import parse_store_url
 
 ROUND = RestartRound(1)
@@ -37,17 +39,34 @@ class AwayStore(FolderStore):
     """A store that does not answer while `is_away`."""
 
     is_away = False
+    then: Callable[[], None] | None = None
+    """What happens after the next look for another run, once."""
 
     def take(self, round_: RestartRound, *, has_checkpoints: bool) -> None:
         if self.is_away:
             raise UnavailableError("away")
         super().take(round_, has_checkpoints=has_checkpoints)
 
+    def open_for_uploads(
+        self, throttle: Callable[[int], object], *, conditional_put: bool
+    ) -> ObjectTier:
+        if self.is_away:
+            raise UnavailableError("away")
+        return super().open_for_uploads(throttle, conditional_put=conditional_put)
+
+    def expect_newest(self, round_: RestartRound) -> None:
+        super().expect_newest(round_)
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
 
 class Run:
-    """The uploads of one run of a folder with one rank."""
+    """The uploads of one run of a folder, by the persister of one of its ranks."""
 
-    def __init__(self, root: Path, store: Path, run_id: str, round_: RestartRound) -> None:
+    def __init__(
+        self, root: Path, store: Path, run_id: str, round_: RestartRound, rank: int, ranks: int
+    ) -> None:
         for name in ("slots", "layouts"):
             (root / name).mkdir(parents=True, exist_ok=True)
         self.root = root
@@ -59,8 +78,8 @@ class Run:
                 root,
                 root / "slots",
                 root / "layouts",
-                1,
-                range(1),
+                ranks,
+                range(rank, rank + 1),
                 Policy(0, 2, 2, peer_copies=0),
                 round=round_,
                 choose_restore=False,
@@ -68,6 +87,7 @@ class Run:
             ),
             self.store,
         )
+        self.ranks = ranks
         self.pushed: list[Any] = []
         self.uploads = FolderUploads(self.folder, self.store, BackgroundLimit(root / "slots"), 2)
         self.uploads.listen(self.pushed.append)
@@ -89,7 +109,8 @@ class Run:
     def saved(self, step: int, round_: int = ROUND) -> CheckpointId:
         tensor = Tensor("F32", (4, 4))
         data = np.full((4, 4), step, np.float32)
-        return write_checkpoint(self.root, {"t": (tensor, data)}, (1,), step=step, round=round_)
+        mesh = (self.ranks,)
+        return write_checkpoint(self.root, {"t": (tensor, data)}, mesh, step=step, round=round_)
 
 
 Make = Callable[..., Run]
@@ -99,8 +120,10 @@ Make = Callable[..., Run]
 def make(tmp_path: Path) -> Iterator[Make]:
     with ExitStack() as stack:
 
-        def run(name: str = "run", round_: RestartRound = ROUND) -> Run:
-            made = Run(tmp_path / name, tmp_path / "objects", name, round_)
+        def run(
+            name: str = "run", round_: RestartRound = ROUND, rank: int = 0, ranks: int = 1
+        ) -> Run:
+            made = Run(tmp_path / name, tmp_path / "objects", name, round_, rank, ranks)
             stack.callback(made.store.close)
             stack.callback(made.end)
             return made
@@ -177,6 +200,34 @@ def test_an_idle_run_that_was_overtaken_deletes_nothing(make: Make, tmp_path: Pa
     file = PlanFile(run.folder.committer.files(ROUND).path / "plan.json")
     until(lambda: (plan := file.read()) is not None and bool(plan.over), "it is overtaken")
     assert tier.shards_stored(NAMESPACE, JOB_UID, being_uploaded)
+
+
+@pytest.mark.fault("Another run takes the store after a run has committed, before it deletes")
+def test_a_run_that_was_overtaken_after_a_commit_deletes_nothing(make: Make) -> None:
+    """Its process stood still in between. The later run may need what the first one would not keep."""
+    run, other = make(), make("other")
+    run.uploads.take()
+    run.start()
+    for step in (1, 2):
+        run.uploads.committed(run.saved(step))
+        until(lambda s=step: run.failed(s) is False, "it is in the store")
+    run.store.then = lambda: other.store.take(RestartRound(2), has_checkpoints=False)
+    run.uploads.committed(run.saved(3))
+    until(lambda: run.failed(3) is False, "step 3 is in the store")
+    run.uploads.finish(HANG_SECONDS)
+    assert other.store.checkpoints() == {at(1), at(2), at(3)}
+
+
+@pytest.mark.fault("The store is away for one rank of a folder while others upload")
+def test_a_rank_learns_of_an_upload_while_its_next_one_fails(make: Make) -> None:
+    run = make(rank=1, ranks=2)
+    run.store.is_away = True
+    plan, _ = FolderPlan().with_committed([run.saved(2)])
+    queue, _ = plan.queue.requested(ROUND, None, ())
+    file = PlanFile(run.folder.committer.files(ROUND).path / "plan.json")
+    file.write(replace(plan, queue=queue).persisted(at(1)))
+    run.start()
+    until(lambda: run.failed(1) is False, "the outcome of step 1")
 
 
 @pytest.mark.fault("A persister is killed with checkpoints in its queue")

@@ -254,9 +254,9 @@ class FolderUploads:
             if self._plan != FolderPlan() and not self._plan_file.path.exists():
                 self._set_plan(replace(self._plan, over="a later run has taken the store"))
             return _POLL_SECONDS
+        self._set_plan(plan)  # before an upload that may take long or fail: ranks wait for outcomes
         if plan.queue.request is not None:
             self._shares.upload(plan.queue.request, plan.conditional_put)
-        self._set_plan(plan)
         return _POLL_SECONDS
 
     # ------------------------------------------------------------------ the leader
@@ -416,6 +416,8 @@ class FolderUploads:
         }
         tier = self._shares.tier(self._plan.conditional_put)
         for checkpoint in superseded(stored, Level.PERSISTED, self._keep_last, needed):
+            # Another run may need what this one does not keep.
+            self._store.expect_newest(self._folder.round)
             sys.audit("holdfast.uploads.before_delete")
             tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
 
