@@ -26,7 +26,7 @@ from tests.support.operator.operator_bed import OperatorBed, opened_bed, trainin
 from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import find_binary
 from tests.support.servers.minio_server import MinioServer
-from tests.support.servers.ports import free_port
+from tests.support.servers.ports import closed_port
 
 import holdfast
 from holdfast_cli import cluster
@@ -333,7 +333,7 @@ def places(
         assert run(words, "holdfast") == 0
     add_odd_folders(names)
     namespace = "every-verb"
-    with opened_bed(account, namespace, root) as bed:
+    with opened_bed(account, namespace, root) as bed, closed_port() as closed:
         account.plane.kubectl("label", "namespace", namespace, f"{GAME_DAYS}={ALLOWED}")
         found = VerbBed(names, namespace, bed, minio)
         found.add_store("main", f"http://{minio.endpoint}")
@@ -346,13 +346,13 @@ def places(
         lost = condition("CheckpointsLost", True, "NothingLeft")
         found.add_job("lost", phase=JobPhase.RESTARTING, conditions=(lost,))
         record_event(found, uid)
+        found.add_store("away", f"http://127.0.0.1:{closed}")
         add_odd_objects(found)
         yield found
 
 
 def add_odd_objects(places: VerbBed) -> None:
     """Create what the rows of bad input name."""
-    places.add_store("away", f"http://127.0.0.1:{free_port()}")
     training = {"phase": JobPhase.RUNNING, "conditions": (condition("Running", True, "Training"),)}
     second = CheckpointId(Step(2), RestartRound(0))
     uid = places.add_job("odd", step=Step(9), quarantined=(second,), **training)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def renew_others(empty_bed: OperatorBed) -> Iterator[Callable[[], None]]:
     """Return a function that renews the leases of 12 other nodes."""
     plane = empty_bed.plane
     paths = [f"{LEASES_PATH}/other-{n}" for n in range(12)]
-    seconds = iter(range(1, 1000))
+    seconds = count(1)
     for path in paths:
         plane.request("POST", LEASES_PATH, lease(path.rpartition("/")[2], 0))
 

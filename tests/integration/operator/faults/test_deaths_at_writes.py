@@ -41,9 +41,9 @@ def test_an_operator_that_is_killed_at_any_write_of_a_start_is_replaced(
         assert bed.status()["restartRound"] == 0
         assert bed.status().get("restarts", 0) == 0
         assert bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 0)]
+        proxy.remove(death)  # a later write must not start an operator while the test ends
         if not death.hits:
             break
-        proxy.remove(death)
         bed.plane.request("DELETE", bed.path("trainingjobs", "gpt"))
         bed.until("the job goes", lambda: bed.is_gone(bed.path("trainingjobs", "gpt")))
         for name in bed.pod_names():
@@ -64,9 +64,9 @@ def test_an_operator_that_is_killed_at_any_write_of_a_recovery_is_replaced(
         death = kill_at(bed, proxy, write)
         bed.lose(1)
         bed.until_recovered(write + 1)
+        proxy.remove(death)
         if not death.hits:
             break
-        proxy.remove(death)
     assert write >= 6
 
 
