@@ -79,17 +79,16 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_next_older_one_is_restored(
         ),
     )
 
+    before = job.round
     job.kube.patch("TrainingJob", job.namespace, job.name, {"spec": {"suspend": False}})
-    job.wait("a restore point", lambda: "restorePoint" in job.status)
-    job.wait_condition("Quarantined")
+    resumed = job.wait(  # the suspended job has the one of its last round
+        "a restore point of the next round",
+        lambda: (s := job.status)["restartRound"] > before and "restorePoint" in s and s,
+    )
+    assert condition({"status": resumed}, "Quarantined")["status"] == "True"
     step, round_ = newest["spec"]["step"], newest["status"]["round"]
-    assert job.status["quarantined"] == [f"s{step}-r{round_}"]
-    resumed = [
-        s.status["restorePoint"]
-        for s in job.history
-        if s.status.get("restartRound") == job.round and "restorePoint" in s.status
-    ]
-    assert resumed[-1]["step"] == older["spec"]["step"]
+    assert resumed["quarantined"] == [f"s{step}-r{round_}"]
+    assert resumed["restorePoint"]["step"] == older["spec"]["step"]
     scenario.finish_and_judge(job)
 
 
