@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.operator.bench import (
     AUTHORITY,
     KEY,
@@ -222,6 +223,27 @@ async def test_a_prune_that_is_refused_causes_no_pass() -> None:
         b.enqueued.clear()
         await b.until(lambda: calls() == 3)  # the second one has ended
         assert b.enqueued == []
+
+
+@pytest.mark.fault("A node is suspect while its sidecar deletes checkpoints in a slow store")
+async def test_a_sidecar_whose_prune_takes_long_is_called_on_a_suspect_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("holdfast_operator.sidecars.client.PRUNE_SECONDS", 2 * HANG_SECONDS)
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.answering(pod)
+        server.slow_store = asyncio.Event()
+        point = RestorePoint(Step(10), RestartRound(0), Digest("b3:aa"))
+        b.call(pod, CallPath.PRUNE, Prune(RestartRound(0), (point,)))
+        await b.until(lambda: "prune" in [kind for kind, _ in server.calls])
+        server.calls.clear()
+
+        def called() -> bool:
+            b.follow(pod, suspects=frozenset({"node-a"}))
+            return "inventory" in [kind for kind, _ in server.calls]
+
+        await b.until(called)
 
 
 @pytest.mark.parametrize("case", ["another pod's name", "another job's authority"])

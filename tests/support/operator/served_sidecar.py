@@ -85,6 +85,8 @@ class ServedSidecar(FakeSidecar):
     """Steps that are listed although their manifests have been deleted meanwhile."""
     slow: dict[int, asyncio.Event] = field(default_factory=dict)
     """Steps whose manifests are sent when the event is set."""
+    slow_store: asyncio.Event | None = None
+    """If set, a prune ends when the event is set."""
     cuts: int = 0
     """Number of further ROUNDs whose connections it aborts instead of answering."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -222,6 +224,8 @@ class ServedSidecar(FakeSidecar):
         self.calls.append(("prune", message))
         if self.refuses_prunes:
             return _answer(self.refuse(Refusal.PROTECTED, "prune"))
+        if self.slow_store is not None:
+            await self.slow_store.wait()
         return _answer(Ok(message.round))
 
     async def _ask(self, request: web.Request) -> web.Response:

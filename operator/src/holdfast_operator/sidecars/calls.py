@@ -270,7 +270,9 @@ class Sidecars:
     def _look_after(
         self, job: JobCalls, known: PodCalls, pod: PodView, suspects: frozenset[str]
     ) -> None:
-        if not known.under_way and self._is_due(job, known, pod, suspect=pod.node in suspects):
+        # A prune may take a minute, in which a lost node must be found.
+        quick = [name for name in known.under_way if not name.startswith("prune ")]
+        if not quick and self._is_due(job, known, pod, suspect=pod.node in suspects):
             self._start(job.uid, pod.uid, "inventory", self._inventory)
 
     def _is_due(self, job: JobCalls, known: PodCalls, pod: PodView, *, suspect: bool) -> bool:
