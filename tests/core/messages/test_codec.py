@@ -27,13 +27,11 @@ from holdfast_core.messages.schema import (
     Member,
     Policy,
     Progress,
-    RankSaves,
     Refused,
     RestorePoint,
     Round,
     Seal,
     StepOutcome,
-    WorkerReport,
 )
 
 
@@ -308,11 +306,3 @@ def test_brackets_in_texts_are_no_entries() -> None:
     dead = tuple(DeadRank(Rank(rank), Worker(rank), 1, text) for rank in range(256))
     state = CoordinatorState(0, RestartRound(0), dead=dead)
     assert loads(CoordinatorState, dumps(state)) == state
-
-
-def test_a_message_that_is_sent_often_leaves_out_the_fields_that_have_their_defaults() -> None:
-    report = WorkerReport(
-        RestartRound(3), Worker(1), saves=(RankSaves(Rank(1), Step(5)),), idle=True
-    )
-    assert dumps(report) == b'{"round":3,"worker":1,"idle":true,"saves":[{"rank":1,"newest":5}]}'
-    assert loads(WorkerReport, dumps(report)) == report

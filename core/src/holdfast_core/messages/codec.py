@@ -7,13 +7,11 @@ API server refuses. Identities have their bounds in `ids`.
 msgspec encodes and decodes a message by the types of its fields, as it does layouts and manifests
 (format.canonical). The names on the wire are those in Python. Unknown fields are skipped, because a newer
 sender may send them. Wrong types, missing fields without a default, and values out of their bounds are
-refused, and the error names the path of the field. A message that is `Sparse` leaves
-out the fields that have their defaults.
+refused, and the error names the path of the field.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import typing
 from types import MappingProxyType
@@ -106,16 +104,6 @@ class Clipped:
                 object.__setattr__(self, field, clipped(text, limit))
 
 
-class Sparse:
-    """Base of messages that leave out the fields that have their defaults.
-
-    A coordinator receives and answers two reports of each worker at each commit, in which most fields have
-    their defaults.
-    """
-
-    __slots__ = ()
-
-
 def clipped(text: str, limit: int) -> str:
     """Return at most `limit` characters of a text, as valid Unicode."""
     return text[:limit].encode(errors="replace").decode()
@@ -159,7 +147,7 @@ _decoder = functools.cache(msgspec.json.Decoder)
 
 def dumps(message: Any) -> bytes:
     """Return a message as JSON. Raises FormatError if a text is not valid Unicode."""
-    return encode_typed(_ENCODER, _sent(message), type(message).__name__)
+    return encode_typed(_ENCODER, message, type(message).__name__)
 
 
 def loads(cls: type[T], data: bytes, *, limit_bytes: int | None = None) -> T:
@@ -176,26 +164,3 @@ def loads(cls: type[T], data: bytes, *, limit_bytes: int | None = None) -> T:
     kind: Any = cls
     message: T = decode_typed(_decoder(kind), data, cls.__name__)
     return message
-
-
-def _sent(value: Any) -> Any:
-    """Return what is encoded of a value: of a sparse message the fields that differ from their defaults.
-
-    msgspec leaves out defaults only of its own structs, not of dataclasses.
-    """
-    if isinstance(value, Sparse):
-        kind: Any = type(value)
-        found = ((name, getattr(value, name), default) for name, default in _defaults(kind))
-        return {name: _sent(x) for name, x, default in found if x is not default and x != default}
-    if isinstance(value, tuple):
-        return [_sent(one) for one in value]
-    return value
-
-
-@functools.cache
-def _defaults(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
-    """Return the name and the default of each field. The default of a required field equals no value."""
-    return tuple(
-        (f.name, f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
-        for f in dataclasses.fields(kind)
-    )

@@ -36,7 +36,6 @@ from holdfast_core.messages.codec import (
     Reported,
     Seconds,
     ShortText,
-    Sparse,
     Text,
 )
 
@@ -162,7 +161,7 @@ class RankWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress(Clipped, Sparse):
+class Progress(Clipped):
     """Rank -> sidecar, no reply: the newest finished step of a rank, and what its saves have cost so far.
 
     The rank sends it again when a cost has changed, and after a reconnect. WorkerReport has the newest one of

@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, Natural, RestartRound, ShardRef, Step
-from holdfast_core.messages.codec import Many, Sparse, Text
+from holdfast_core.messages.codec import Many, Text
 from holdfast_core.messages.common import Refused, RestorePoint, StepOutcome
 
 MAX_KEY = 512
@@ -97,7 +97,7 @@ class PersistRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Sparse):
+class Plan:
     """Reply of GET /v1/plan: what the workers are to do, and the levels of their steps.
 
     It is always the whole plan, and the same for all workers. A sidecar that receives it again changes

@@ -30,7 +30,6 @@ from holdfast_core.messages.codec import (
     PerWorker,
     Reported,
     Seconds,
-    Sparse,
     Text,
 )
 from holdfast_core.messages.common import DeadRank, Failure, Progress, RankStack
@@ -38,7 +37,7 @@ from holdfast_core.messages.gang import StoredAs
 
 
 @dataclass(frozen=True, slots=True)
-class RankSaves(Sparse):
+class RankSaves:
     """Outcome of one rank's saves in this round.
 
     A step up to `newest` that is not in `under_way` was skipped or could not be written, unless the shard is
@@ -57,7 +56,7 @@ class RankSaves(Sparse):
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedShard(Sparse):
+class ReportedShard:
     """A shard that is durable on its rank's node tier, and what was done with it since.
 
     Of older rounds, a report lists only uploaded shards, which are of the restore point.
@@ -87,7 +86,7 @@ class AcceptedRound:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReport(Clipped, Sparse):
+class WorkerReport(Clipped):
     """Part of WorkerReports. This worker's part of CoordinatorState.
 
     It always has all that the coordinator lacks, so a lost report needs no repetition, and a coordinator that
@@ -140,7 +139,7 @@ class WorkerReport(Clipped, Sparse):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReports(Sparse):
+class WorkerReports:
     """POST /v1/report, sidecar -> coordinator; reply Ok.
 
     A worker sends its own report, and a relay those of its group that have arrived since its last request.
@@ -151,7 +150,7 @@ class WorkerReports(Sparse):
 
 
 @dataclass(frozen=True, slots=True)
-class Ok(Sparse):
+class Ok:
     """Reply to a request that asks for nothing but its fulfilment, on the socket as well: it is fulfilled.
 
     The other fields are for WorkerReports. Each worker takes what is about it.
