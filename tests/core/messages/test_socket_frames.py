@@ -12,13 +12,14 @@ import pytest
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
-    Finish,
     LauncherPlan,
+    LauncherState,
     Ok,
     Progress,
     Refusal,
     Refused,
     Stage,
+    TakeStore,
 )
 from holdfast_core.messages.socket_frames import (
     MESSAGES,
@@ -51,8 +52,8 @@ async def read_all(data: bytes) -> list[Frame]:
 
 
 def test_the_bytes_of_a_frame() -> None:
-    body = b'{"type":"Finish","id":7,"body":{"round":2}}'
-    assert write_frame(Finish(RestartRound(2)), 7) == raw(body)
+    body = b'{"type":"TakeStore","id":7,"body":{"round":2,"rank":0}}'
+    assert write_frame(TakeStore(RestartRound(2), Rank(0)), 7) == raw(body)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_the_bytes_of_a_frame() -> None:
     [
         (STAGE, 3),
         (Ok(RestartRound(0)), 3),
-        (Finish(RestartRound(2)), 0),
+        (LauncherState(RestartRound(2), finished=True), 0),
         (Refused(Refusal.STALE_ROUND, "older", RestartRound(4)), 9),
         (Progress(RestartRound(1), Rank(0), Step(5), {"loss": 0.5}), 0),
     ],
@@ -117,7 +118,7 @@ def test_unknown_pushes_are_skipped_and_unknown_requests_handed_on() -> None:
         b'{"type":"Stage","id":true,"body":{}}',
         b'{"type":"Stage","id":1,"body":{}}',
         b'{"type":"Stage","id":1,"id":2}',
-        b'{"type":"Finish","id":1,"body":{"round":"2"}}',
+        b'{"type":"Ok","id":1,"body":{"round":"2"}}',
         b"[" * 100_000,
     ],
 )

@@ -16,7 +16,6 @@ from tests.support.trainer.launched import Launched, stop, until
 from tests.support.trainer.watched_sidecar import WatchedSidecar
 
 from holdfast_core.messages.schema import (
-    Finish,
     Hello,
     LauncherState,
     RankStack,
@@ -125,7 +124,7 @@ def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: WatchedSid
 
         allow(limit, None)
         assert run.wait() == 0, run.err()
-    assert sidecar.messages(Finish)[-1].round == 2
+    assert sidecar.launcher_state(lambda s: s.finished, "the end").round == 2
     assert len(digests(calm)) == RANKS
     assert digests(run) == digests(calm)
 
@@ -200,18 +199,25 @@ def test_sigterm_saves_stops_and_does_not_finish_the_job(
     # Another thread receives what the launcher sent before it ended.
     sidecar.launcher_state(lambda s: set(s.returned) == {0, 1}, "the ends of both ranks")
     assert not any(state.dead for state in sidecar.messages(LauncherState))
-    assert sidecar.messages(Finish) == []
+    assert not any(state.finished for state in sidecar.messages(LauncherState))
 
 
-def test_finish_is_asked_until_it_is_released(tmp_path: Path, sidecar: WatchedSidecar) -> None:
+def test_a_launcher_that_has_finished_waits_for_its_release(
+    tmp_path: Path, sidecar: WatchedSidecar
+) -> None:
     sidecar.start()
     sidecar.released = False
     with launch(tmp_path, sidecar) as run:
         sidecar.wait_for(Hello)
         begin(sidecar)
-        sidecar.wait_for(Finish, 2)
+        sidecar.launcher_state(lambda s: s.finished, "the end of the ranks")
+        sidecar.die()
+        before = len(sidecar.messages(LauncherState))
+        sidecar.start(0)
+        until(lambda: len(sidecar.messages(LauncherState)) > before, "the state after a restart")
+        assert sidecar.messages(LauncherState)[-1].finished
         assert run.process.poll() is None
-        sidecar.released = True
+        sidecar.release()
         assert run.wait() == 0, run.err()
 
 
@@ -227,9 +233,9 @@ def test_ranks_that_returned_still_finish_after_the_end_of_older_rounds(
     with launch(tmp_path, sidecar) as run:
         sidecar.wait_for(Hello)
         begin(sidecar)
-        sidecar.wait_for(Finish)
+        sidecar.launcher_state(lambda s: s.finished, "the end of the ranks")
         sidecar.end(0)
-        sidecar.released = True
+        sidecar.release()
         assert run.wait() == 0, run.err()
 
 

@@ -64,7 +64,7 @@ async def test_a_gang_that_has_finished_keeps_its_last_step_until_there_is_room(
         await gang.commit(3, Level.REPLICATED)
         for rank in gang.ranks.values():
             rank.close()
-        waiting = [asyncio.create_task(launcher.finish(0)) for launcher in gang.launchers.values()]
+        waiting = [asyncio.create_task(launcher.finish()) for launcher in gang.launchers.values()]
         await asyncio.sleep(2.0)
         state = await gang.operator.state(0, since=0)
         assert not state.finished and persisted(state) is None

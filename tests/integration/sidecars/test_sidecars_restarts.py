@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.support.sidecar import FakeRank, until
+from tests.support.sidecar import DEADLINE_SECONDS, FakeRank, until
 from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import RefusedError
@@ -119,6 +119,29 @@ async def test_a_rank_waits_for_a_sidecar_that_restarts_during_its_restore(gangs
         again = gang.operator.message(1, version=3, copies=gang.copies, restore=point)
         await gang.operator.round_all(again)
         assert (await restored)[1] == saved[1]
+
+
+@pytest.mark.fault(
+    "A sidecar is killed, and its launcher says that all ranks returned before the next SEAL"
+)
+@pytest.mark.parametrize("worker", [0, 1], ids=["the coordinator", "another member"])
+async def test_ranks_that_returned_before_a_restart_finish(gangs: Gangs, worker: int) -> None:
+    """The SEAL discards what the launcher has said, and ROUND makes it say it again."""
+    async with gangs(2) as gang:
+        await gang.start()
+        await gang.commit(1, Level.REPLICATED)
+        for rank in gang.ranks.values():
+            rank.close()
+        gang.sidecars[worker].kill()
+        gang.launchers[worker].close()
+        await gang.relaunch(worker)
+        await gang.launcher(worker, last_round=0, running=0)
+        waiting = [asyncio.create_task(launcher.finish()) for launcher in gang.launchers.values()]
+        await gang.operator.seal(worker, 0)
+        await repeat_round(gang, 2)
+        state = await gang.operator.state_until(0, lambda s: s.finished, "finished")
+        await gang.operator.state(0, since=state.version)
+        await asyncio.wait_for(asyncio.gather(*waiting), DEADLINE_SECONDS)
 
 
 async def test_the_coordinator_may_be_renamed_within_a_round(gangs: Gangs) -> None:

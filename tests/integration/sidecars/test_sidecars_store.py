@@ -217,8 +217,8 @@ async def test_the_gang_finishes_once_the_operator_has_recorded_the_last_step(
         await gang.start(policy=Policy(interval_steps=1, peer_copies=1))
         await gang.commit(3, Level.REPLICATED)
         for rank in gang.ranks.values():
-            rank.close()  # a launcher sends Finish when its ranks have exited
-        waiting = [asyncio.create_task(launcher.finish(0)) for launcher in gang.launchers.values()]
+            rank.close()  # a launcher has finished when its ranks have exited
+        waiting = [asyncio.create_task(launcher.finish()) for launcher in gang.launchers.values()]
         state = await gang.operator.state_until(
             0, lambda s: s.finished, "finished", acknowledge=False
         )

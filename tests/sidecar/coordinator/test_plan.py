@@ -48,7 +48,6 @@ plans = st.builds(
     manifests=st.sets(steps).map(lambda found: tuple(map(point, sorted(found)))),
     upload=st.none() | st.builds(PersistRequest, st.just(ROUND), steps, st.just(ROUND)),
     drop=st.sets(steps).map(lambda found: tuple(sorted(found))),
-    released=st.booleans(),
 )
 
 
@@ -61,7 +60,6 @@ class Played:
     manifests: tuple[RestorePoint, ...] = ()
     uploads: set[PersistRequest] = field(default_factory=set)
     dropped: set[Step] = field(default_factory=set)
-    released: bool = False
 
     def take(self, found: Plan | None) -> Played:
         if found is not None:
@@ -70,7 +68,6 @@ class Played:
             self.manifests = found.manifests
             self.uploads.update({found.upload} - {None})
             self.dropped.update(found.drop)
-            self.released = self.released or found.released
         return self
 
 

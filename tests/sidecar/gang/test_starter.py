@@ -16,7 +16,7 @@ from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.ids import Rank, RestartRound, Worker
-from holdfast_core.messages.schema import PROTOCOL_VERSION, Hello, HelloReply, LauncherPlan
+from holdfast_core.messages.schema import PROTOCOL_VERSION, Hello, HelloReply, LauncherPlan, Plan
 from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
@@ -176,4 +176,34 @@ async def test_a_launcher_that_connects_during_a_seal_does_not_run_the_old_round
     await until(lambda: again.pushed, "the plan")
     assert [(plan.round, plan.run) for plan in again.pushed] == [(2, None)]
     again.close()
+    await world.intake.close()
+
+
+async def test_a_launcher_sends_its_state_again_when_the_round_begins(shared: Path) -> None:
+    """Each plan is answered with the state, also where another worker hosts the store."""
+    state = accepted(round_message(1, store_host=Worker(1)))
+    world = World(shared, state, 1, SystemClock())
+    await world.intake.start()
+    launcher = await world.launcher()
+    world.starter.begin()
+    await until(lambda: launcher.pushed, "the plan")
+    assert launcher.pushed == [LauncherPlan(RestartRound(1))]
+    launcher.close()
+    await world.starter.reset()
+    await world.intake.close()
+
+
+async def test_a_launcher_is_released_in_the_round_of_the_plan_only(shared: Path) -> None:
+    state = accepted(round_message(1))
+    world = World(shared, state, 1, SystemClock())
+    await world.intake.start()
+    launcher = await world.launcher(Silent)
+    for released in (False, True, True):
+        world.starter.take(Plan(RestartRound(1), released=released))
+    world.starter.push_plan()
+    world.current.state = state.sealed_for(RestartRound(2))
+    world.starter.push_plan()
+    await until(lambda: len(launcher.pushed) == 3, "the plans")
+    assert [(p.round, p.released) for p in launcher.pushed] == [(1, True), (1, True), (2, False)]
+    launcher.close()
     await world.intake.close()

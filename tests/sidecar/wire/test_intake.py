@@ -169,9 +169,9 @@ class Listening(Failing):
         self.received.append(message)
 
 
-@pytest.mark.fault("Finish overtakes a rank's last Progress")
+@pytest.mark.fault("The launcher's last state overtakes a rank's last Progress")
 def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) -> None:
-    """Finish comes on the launcher's connection and may overtake a rank's last Progress."""
+    """The launcher reports that the ranks have returned on a connection of its own, which may be faster."""
 
     async def scenario() -> list[object]:
         handler, connections = Listening(), LocalConnections()

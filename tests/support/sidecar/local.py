@@ -20,12 +20,10 @@ from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     DeadRank,
-    Finish,
     Hello,
     HelloReply,
     LauncherPlan,
     LauncherState,
-    Ok,
     Refused,
     Run,
     StoreAddress,
@@ -137,6 +135,7 @@ class FakeLauncher(LocalClient):
         self._store: StoreAddress | None = None
         self._below: RestartRound | None = None
         self._running = running
+        self._finished = False
         self.run: Run | None = None
         self.ended: list[RestartRound] = []
         self.on_push = self._obey
@@ -155,13 +154,17 @@ class FakeLauncher(LocalClient):
     def report(self, *dead: DeadRank) -> None:
         """Send the state, with these ranks that have ended by themselves."""
         below = self._below if self._running is None else None
-        self.push(LauncherState(self._running, below, dead=dead, store=self._store))
+        self.push(
+            LauncherState(
+                self._running, below, dead=dead, store=self._store, finished=self._finished
+            )
+        )
 
-    async def finish(self, round_: int) -> Ok:
-        """Report that all ranks of the pod returned 0, and wait for the reply."""
-        reply = await self.request(Finish(RestartRound(round_)))
-        assert isinstance(reply, Ok), reply
-        return reply
+    async def finish(self) -> None:
+        """Report that all ranks of the pod returned 0, and wait for the release."""
+        self._finished = True
+        self.report()
+        await until(lambda: any(plan.released for plan in self.pushed), "the release")
 
     async def runs(self, round_: int) -> Run:
         """Wait for the Run message of this round and return it."""

@@ -11,12 +11,8 @@ from tests.support.hang import HANG_SECONDS
 from holdfast.testing import FakeSidecar
 from holdfast_core.ids import Rank, RestartRound, Worker
 from holdfast_core.messages.schema import (
-    Finish,
     LauncherPlan,
     LauncherState,
-    Ok,
-    Refusal,
-    Refused,
     RestorePoint,
     Run,
 )
@@ -29,7 +25,7 @@ class WatchedSidecar(FakeSidecar):
         super().__init__(*arguments, **options)
         self._condition = threading.Condition()
         self.released = True
-        """Whether Finish is answered. Otherwise it is refused, as by a sidecar that is sealed."""
+        """Whether a launcher that has finished is released."""
 
     def host_store(self) -> None:
         """Let the launcher run a TCPStore process. `launcher_state` has its address."""
@@ -61,6 +57,11 @@ class WatchedSidecar(FakeSidecar):
     def take_stacks(self, token: str) -> None:
         """Request the stacks of all ranks from the launcher. `launcher_state` has them."""
         self._push_plan(LauncherPlan(self._round(), stacks_token=token))
+
+    def release(self) -> None:
+        """Let the launcher exit when its ranks have returned."""
+        self.released = True
+        self._push_plan(LauncherPlan(self._round(), released=True))
 
     def end(self, round_: int) -> None:
         """Let the launcher end the ranks of older rounds."""
@@ -114,10 +115,5 @@ class WatchedSidecar(FakeSidecar):
         with self._condition:
             super()._note(message)
             self._condition.notify_all()
-
-    def _intercept(self, message: Any) -> Any:
-        if isinstance(message, Finish):
-            if self.released:
-                return Ok(message.round)
-            return Refused(Refusal.SEALED, "the sidecar waits for its ROUND", self._round())
-        return super()._intercept(message)
+        if self.released and isinstance(message, LauncherState) and message.finished:
+            self.release()

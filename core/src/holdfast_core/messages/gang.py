@@ -128,4 +128,4 @@ class Plan:
     stop: bool = False
     """The gang was requested to save and stop."""
     released: bool = False
-    """The sidecar may answer `Finish`."""
+    """The launcher may exit, if all ranks of the pod have returned 0 (`LauncherPlan.released`)."""

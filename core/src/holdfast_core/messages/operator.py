@@ -200,8 +200,8 @@ class Straggler:
 class CoordinatorState(Clipped):
     """Reply of GET /v1/state?since=V&timeout=S: the whole current state and its version.
 
-    `since` is the version up to which the operator has durably acted. Sidecars answer `Finish` only after
-    the operator has acknowledged the final version in this way.
+    `since` is the version up to which the operator has durably acted. Sidecars release their launchers only
+    after the operator has acknowledged the final version in this way.
     """
 
     version: Natural

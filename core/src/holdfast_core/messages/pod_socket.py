@@ -201,6 +201,9 @@ class LauncherPlan:
     """The restore barrier is open: it forks the ranks, unless it has forked those of this round before."""
     stacks_token: Text = ""
     """The gang finishes no step: it finds out where each rank is, once for each token. "": it does not."""
+    released: bool = False
+    """It exits with code 0 if it has `finished`: the gang's last step has reached each level that it is meant
+    to reach, and the operator has recorded this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +241,6 @@ class LauncherState:
     """`LauncherPlan.stacks_token` that `stacks` is the reply to."""
     stacks: Annotated[tuple[RankStack, ...], PerRank] = ()
     """Where the ranks of `round` are. The launcher's log has whole stacks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Launcher -> sidecar: all ranks of this pod returned 0.
-
-    The sidecar replies when the gang's last step has reached each level that it is meant to reach and
-    the operator has recorded this.
-    """
-
-    round: RestartRound
+    finished: bool = False
+    """All ranks of `round` have returned 0, and the pod is not about to end. The launcher waits until it is
+    `released`."""

@@ -54,7 +54,6 @@ from holdfast_core.messages.pod_socket import (
     STORE_TAKEN,
     Fill,
     Filled,
-    Finish,
     Hello,
     HelloReply,
     LauncherPlan,

@@ -48,7 +48,6 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
             schema.Plan,
             schema.LauncherPlan,
             schema.LauncherState,
-            schema.Finish,
         )
     }
 )

@@ -184,7 +184,7 @@ def renamed(world: World, status: TrainingJobStatus) -> TrainingJobStatus:
 def _acted(world: World) -> int | None:
     """Return the version of the coordinator's state up to which the API has a record of everything, or None.
 
-    The coordinator releases Finish when it receives the version. So for a gang that has finished the result
+    The coordinator releases the pods when it receives the version. So for a gang that has finished the result
     is None until the status records the end of the job or its suspension (`over`, `suspended`).
     """
     state = world.coordinator

@@ -350,7 +350,6 @@ def missing(wanted: Plan, known: Plan) -> Plan | None:
         drop=tuple(step for step in wanted.drop if step not in dropped),
         save_from=None if wanted.save_from == known.save_from else wanted.save_from,
         stop=wanted.stop and not known.stop,
-        released=wanted.released and not known.released,
     )
     nothing = Plan(wanted.round, write=known.write, manifests=known.manifests)
     return None if found == nothing else found

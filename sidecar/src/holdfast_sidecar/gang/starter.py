@@ -18,6 +18,7 @@ from holdfast_core.messages.schema import (
     Hello,
     LauncherPlan,
     LauncherState,
+    Plan,
     Run,
     StoreAddress,
 )
@@ -58,6 +59,8 @@ class Starter:
         self._ended = asyncio.Event()
         self._run: Run | None = None
         """The barrier of this round is open."""
+        self._released: RestartRound | None = None
+        """The newest round in which a plan has released the pod."""
         self._waiting = logs.Changed()
 
     @property
@@ -72,9 +75,8 @@ class Starter:
         state = self._pod.current()
         if state.accepted is None:
             return
-        if state.accepted.store_host == state.worker:
-            self.push_plan()
-        else:
+        self.push_plan()  # The launcher sends its state again, which a repeated SEAL has discarded.
+        if state.accepted.store_host != state.worker:
             self._tasks.spawn(self._ask_for_store(state.round), "rendezvous")
         self.evaluate()
 
@@ -196,6 +198,12 @@ class Starter:
             self._opened_store(state, message.store)
         self.evaluate()
 
+    def take(self, plan: Plan) -> None:
+        """Release the launcher if the plan releases the pod."""
+        if plan.released and self._released != plan.round:
+            self._released = plan.round
+            self.push_plan()
+
     def push_plan(self, run: Run | None = None) -> bool:
         """Send the launcher all that it is to do in this round. Return False if it is not connected."""
         state = self._pod.current()
@@ -203,7 +211,8 @@ class Starter:
         run = run or self._run
         if run is not None and run.round != state.round:
             run = None  # A seal is under way, and `reset` has not forgotten the old round yet.
-        plan = LauncherPlan(state.round, hosts, run, self._gang.stacks_wanted)
+        released = self._released == state.round
+        plan = LauncherPlan(state.round, hosts, run, self._gang.stacks_wanted, released)
         return self._connections.push_launcher(plan)
 
     def _opened_store(self, state: RoundState, store: StoreAddress) -> None:

@@ -94,8 +94,10 @@ class LocalGang:
         self.dead: dict[Rank, DeadRank] = {}
         self.returned: set[Rank] = set()
         """Ranks that have exited with code 0."""
+        self.finished = False
+        """`LauncherState.finished` of this round."""
         self.done = False
-        """Whether the launcher has sent Finish. It does not if the ranks stopped because the pod leaves."""
+        """Whether the pod is `finished` and all messages of its ranks were received."""
         self.ends = False
         """Whether the preStop hook of the pod has been called. No seal resets this."""
         self.waits_for_store: bool | None = None
@@ -113,7 +115,7 @@ class LocalGang:
         self.saved = SavedMetrics()
         self.dead = {}
         self.returned = set()
-        self.done = False
+        self.finished = self.done = False
         self.waits_for_store = None
         self.stacks_wanted, self.stacks_token, self.stacks = "", "", ()
 
@@ -155,6 +157,7 @@ class LocalGang:
             if death.rank in own_ranks:
                 worker = worker_of(death.rank, self._procs_per_worker)
                 self.dead[death.rank] = replace(death, worker=worker, message=death.message[:2048])
+        self.finished = message.finished
         self.stacks_token = message.stacks_token
         self.stacks = tuple(stack for stack in message.stacks if stack.rank in own_ranks)
 
@@ -181,7 +184,6 @@ class RankNotices:
     def __init__(self, current: Callable[[], RoundState], connections: LocalConnections) -> None:
         self._current = current
         self._connections = connections
-        self._released = asyncio.Event()
         self._requested: Plan | None = None
         """What rank 0 is requested to do in this round."""
         self._outcomes: dict[Step, StepOutcome] = {}
@@ -193,10 +195,6 @@ class RankNotices:
         _shorten(self._outcomes, _STEPS_KEPT)
         for connection in self._ranks():
             self._push(connection, reached)
-
-    def release(self) -> None:
-        """End `released`: the pod may end."""
-        self._released.set()
 
     def dropped(self, steps: tuple[Step, ...]) -> None:
         """Notify the ranks of pruned steps that have not reached level local. They never will."""
@@ -223,14 +221,8 @@ class RankNotices:
         if connection.rank == 0 and self._requested is not None:
             connection.push(self._requested)
 
-    async def released(self) -> None:
-        """Wait until a plan releases the pod, or until the round is sealed."""
-        await self._released.wait()
-
     def sealed(self) -> None:
-        """Discard what belongs to the old round, and end its waits for the release."""
-        released, self._released = self._released, asyncio.Event()
-        released.set()
+        """Discard what belongs to the old round."""
         self._requested = None
         self._outcomes = {}
 

@@ -94,6 +94,7 @@ class Sidecar:
         planned: Signal[[Plan]] = Signal()
         planned.subscribe(self._manifests.take)
         planned.subscribe(self._pruner.take)
+        planned.subscribe(starter.take)
         self._follower = Follower(pod, peers, role.plan, planned)
         receivers = Receivers(
             self._manifests,

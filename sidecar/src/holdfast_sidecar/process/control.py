@@ -128,8 +128,6 @@ class Pruner:
                 self._saves.flow.reached_store(reached.step)
         if self._pod.state.worker == 0:
             self._notices.request(Plan(wanted.round, save_from=wanted.save_from, stop=wanted.stop))
-        if message.released:
-            self._notices.release()
         self._forget(message.drop)
         self._saves.stager.choose(message.write)
         if message.upload is not None:

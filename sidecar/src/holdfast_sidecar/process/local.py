@@ -5,25 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast_core import logs
-from holdfast_core.errors import FormatError, RefusedError
+from holdfast_core.errors import FormatError
 from holdfast_core.ids import Rank
-from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import (
     Fill,
-    Finish,
     HelloReply,
     LauncherState,
     Ok,
     Policy,
     Progress,
-    Refusal,
     Restore,
     Stage,
 )
 from holdfast_core.pacing import BackgroundLimit, bytes_each_step
 from holdfast_core.save.staging import WriteOutcome
 from holdfast_core.tasks import Tasks
-from holdfast_sidecar.base.rounds import RoundState, fence
+from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.telemetry import Metrics
 from holdfast_sidecar.gang.state import RankNotices
 from holdfast_sidecar.process.components import Components
@@ -31,7 +28,7 @@ from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.wire.intake import LocalConnection, LocalConnections
 
 _LAST_MESSAGES_SECONDS = 5.0
-"""Seconds that Finish waits for the ranks' connections to end."""
+"""Seconds that the end of the pod's work waits for the ranks' connections to end."""
 
 
 class Local:
@@ -58,6 +55,7 @@ class Local:
         self._metrics = metrics
         self._node_bytes = node_bytes
         self._tasks = Tasks()
+        self._finishing = Tasks()
         self._components.saves.stager.ended.subscribe(self._written)
 
     @property
@@ -105,33 +103,8 @@ class Local:
                 return await self._filler.opened(self.state, message)
             case Fill():
                 return await self._filler.fill(self.state, message)
-            case Finish():
-                return await self._finish(message)
             case _:
                 raise FormatError(f"{type(message).__name__} is not a request of this socket")
-
-    async def _finish(self, message: Finish) -> Ok:
-        """Reply once the gang's last step has reached its levels and the operator has recorded it.
-
-        Raises:
-            StaleRoundError, RefusedError: The round is not, or no longer, the current one.
-        """
-        raise_refused(fence(self.state, message.round))
-        # The ranks have exited, but their last Progress may still be unread on their own connections. It must
-        # be in the state that reports `finished`, because the operator takes that state as the last one.
-        if not await self._connections.ranks_ended(_LAST_MESSAGES_SECONDS):
-            logs.warning(
-                "a connection of a rank is still open although the rank has ended",
-                seconds=_LAST_MESSAGES_SECONDS,
-            )
-        raise_refused(fence(self.state, message.round))
-        self._components.gang.done = True
-        self._background.remove_limit()
-        self._components.changed()
-        await self._notices.released()
-        if self.state.round != message.round:
-            raise RefusedError(Refusal.STALE_ROUND, f"round {message.round} has been sealed")
-        return Ok(message.round)
 
     # ------------------------------------------------------------------ pushes
 
@@ -143,6 +116,8 @@ class Local:
                 return  # It is of another round or pod: ranks of an older round are being ended.
             case LauncherState():
                 self._components.starter.reported(message)
+                if self._components.gang.finished and not self._finishing:
+                    self._finishing.spawn(self._finish(), "last messages of the ranks")
             case _:
                 raise FormatError(f"{type(message).__name__} is not a push message of this socket")
         self._components.changed()
@@ -163,6 +138,22 @@ class Local:
             message.blocked_seconds - before.blocked_seconds,
             message.saves_skipped - before.saves_skipped,
         )
+
+    async def _finish(self) -> None:
+        """Report that all ranks have returned, when all that they have sent is read.
+
+        They have exited, but their last Progress may still be unread on their own connections. It must be in
+        the state that reports `done`, because the operator takes that state as the last one.
+        """
+        if not await self._connections.ranks_ended(_LAST_MESSAGES_SECONDS):
+            logs.warning(
+                "a connection of a rank is still open although the rank has ended",
+                seconds=_LAST_MESSAGES_SECONDS,
+            )
+        if self._components.gang.finished:  # the round may have been sealed meanwhile
+            self._components.gang.done = True
+            self._background.remove_limit()
+            self._components.changed()
 
     def _interval_steps(self, policy: Policy) -> int:
         """Return the steps between two saves. 0: they are not known yet."""

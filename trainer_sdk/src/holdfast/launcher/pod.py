@@ -8,7 +8,7 @@
     twice: if the launcher's container restarts during a round, the gang cannot continue with that round's
     ranks.
  4. After each of these, and when a rank ends, it sends its whole LauncherState. When all ranks have returned
-    0, it sends Finish and exits as soon as the sidecar releases it.
+    0, it exits as soon as a plan releases it.
 
 The launcher of a spare pod connects when the fork server has imported torch. So the sidecar knows that the
 spare is ready (ADR 0015).
@@ -38,12 +38,10 @@ from holdfast_core.ids import Rank, RestartRound, Worker, is_spare
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     DeadRank,
-    Finish,
     Hello,
     HelloReply,
     LauncherPlan,
     LauncherState,
-    Ok,
     RankStack,
     Run,
     StoreAddress,
@@ -53,7 +51,6 @@ from holdfast_core.node.documents import read_document, replace_document
 logger = logging.getLogger(__name__)
 
 CGROUP = Path("/sys/fs/cgroup")
-_FINISH_PAUSE_SECONDS = 0.2
 _CLOSE_SECONDS = 1.0
 """Time for the last messages. A sidecar that does not read them may not keep the pod from ending."""
 _REPORT_SECONDS = 5.0
@@ -173,8 +170,8 @@ class _SidecarLink:
         self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
         self._logged = ""
-        self.failed: asyncio.Future[None] = self._loop.create_future()
-        """Has the error of a callback, which ends the launcher."""
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        """Is done when the launcher is released, or has the error of a callback, which ends the launcher."""
         self.link = Link(partial(connect_to, path), self)
 
     # ------------------------------------------------------------------ LinkEvents, in the link's thread
@@ -210,8 +207,8 @@ class _SidecarLink:
                 try:
                     return await work()
                 except Exception as error:
-                    if not self.failed.done():
-                        self.failed.set_exception(error)
+                    if not self.over.done():
+                        self.over.set_exception(error)
                     raise
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
@@ -241,7 +238,6 @@ class PodLauncher:
         """The ranks of `_round` that have ended by themselves. None: with code 0."""
         self._ended_below: RestartRound | None = None
         self._store: _Store | None = None
-        self._succeeded = asyncio.Event()
         self._stopping = False
 
     async def run(self) -> int:
@@ -253,17 +249,12 @@ class PodLauncher:
         self._last_round = self._record.read()
         if is_spare(self._contract.worker):
             await self._processes.ready()
-        link, failed = self._sidecar.link, self._sidecar.failed
+        link = self._sidecar.link
         link.start()
-        finishing = asyncio.ensure_future(self._finish())
         try:
-            waiting: set[asyncio.Future[Any]] = {finishing, failed}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                failed.result()
-            return finishing.result()
+            await self._sidecar.over
+            return 0
         finally:
-            finishing.cancel()
             if self._stopping and self._watch is not None:
                 # All ranks have ended. Without this wait the sidecar would miss those that ended last.
                 await asyncio.wait({self._watch}, timeout=_REPORT_SECONDS)
@@ -271,7 +262,7 @@ class PodLauncher:
             self._cancel_tasks()
 
     def stop(self) -> None:
-        """Fork no more ranks and send no Finish, because the pod is about to end."""
+        """Fork no more ranks and do not report that they have finished: the pod is about to end."""
         self._stopping = True
 
     # ------------------------------------------------------------------ called one after another
@@ -295,6 +286,7 @@ class PodLauncher:
             None if self._store is None else self._store.address,
             "" if search.found is None else search.token,
             search.found or (),
+            self._finished,
         )
         self._sidecar.link.notify(state)
 
@@ -303,6 +295,8 @@ class PodLauncher:
             case LauncherPlan():
                 await self._carry_out(message)
                 await self.report()
+                if message.released and self._finished and not self._sidecar.over.done():
+                    self._sidecar.over.set_result(None)
             case _:
                 logger.warning("ignored a message that is not for launchers: %s", message)
 
@@ -392,7 +386,6 @@ class PodLauncher:
 
     async def _stop_ranks(self) -> None:
         self._cancel_tasks()
-        self._succeeded.clear()
         await self._processes.end_ranks()
         self._round = None
 
@@ -408,8 +401,6 @@ class PodLauncher:
                     run.round,
                 )
             await self.report()
-        if all(death is None for death in self._ended.values()):
-            self._succeeded.set()
 
     def _death_of(self, process: RankProcess, code: int, worker: Worker) -> DeadRank | None:
         if code == 0:
@@ -417,20 +408,12 @@ class PodLauncher:
         memory = self._memory.exceeded()
         return DeadRank(process.rank, worker, code, process.tail.text(), memory)
 
-    async def _finish(self) -> int:
-        """After all ranks have succeeded, send Finish until the sidecar releases the launcher. Return 0."""
-        while True:
-            await self._succeeded.wait()
-            if self._last_round is not None and not self._stopping:
-                try:
-                    reply = await asyncio.wrap_future(
-                        self._sidecar.link.submit(Finish(self._last_round))
-                    )
-                except HoldfastError:
-                    reply = None  # there is no connection, or the sidecar has refused it
-                if isinstance(reply, Ok) and self._succeeded.is_set():
-                    return 0
-            await asyncio.sleep(_FINISH_PAUSE_SECONDS)
+    @property
+    def _finished(self) -> bool:
+        """Whether all ranks of the round have returned 0, and not because the pod is about to end."""
+        ended = self._ended
+        returned = len(ended) == self._contract.procs_per_worker and not any(ended.values())
+        return returned and self._round is not None and not self._stopping
 
 
 def _settings(run: Run, contract: PodContract) -> RoundSettings:
