@@ -294,9 +294,9 @@ class PlayedMember:
                 if waiting is not None:
                     waiting.set()
         self._prune(plan.drop)
-        for point in plan.manifests:
-            if point.step is not None and point.step not in self._storing:
-                self._storing[point.step] = asyncio.create_task(self._store(point.step))
+        for checkpoint, _ in plan.manifests:
+            if checkpoint.step not in self._storing:
+                self._storing[checkpoint.step] = asyncio.create_task(self._store(checkpoint.step))
 
     def _prune(self, steps: tuple[Step, ...]) -> None:
         for step in steps:

@@ -154,7 +154,7 @@ class Gang:
         assert self.state is not None
         trained = int((asyncio.get_running_loop().time() - self.trains_since) / STEP_SECONDS)
         step = Step(self.first_step + FIRST_COMMIT + trained)
-        progress = GangProgress(self.workers, step, step, self.workers * step)
+        progress = GangProgress(step, step, self.workers * step)
         state = self.state
         return CoordinatorState(
             version=version,

@@ -45,7 +45,7 @@ def test_values_keep_their_types():
         3,
         RestartRound(1),
         last_local=RestorePoint(Step(5), RestartRound(1), Digest("b3:" + "0" * 64)),
-        progress=GangProgress(2, Step(7), Step(8), 15, 1.5),
+        progress=GangProgress(Step(7), Step(8), 15, 1.5),
         restored_from={TierName.PEER: 2},
     )
     back = loads(CoordinatorState, dumps(state))

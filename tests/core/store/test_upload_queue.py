@@ -51,8 +51,8 @@ def test_the_queue_is_bounded_and_never_leaves_out_the_one_that_is_uploaded(
 
 
 def test_the_next_checkpoint_follows_with_a_request_of_its_own() -> None:
-    queue, request = queue_of(5, 6).requested(RestartRound(3), None, (), compress=True)
-    assert request == PersistRequest(RestartRound(3), Step(5), ROUND, compress=True)
+    queue, request = queue_of(5, 6).requested(None, (), compress=True)
+    assert request == PersistRequest(at(5), compress=True)
     assert queue.added(at(7))[0].request == request
     assert queue.without(at(6)).request == request
     assert queue.without(at(5)) == queue_of(6)
@@ -68,10 +68,10 @@ def test_uploads_are_compared_with_the_newest_earlier_checkpoint_of_the_store() 
 
 def test_an_upload_with_references_does_not_count_after_the_request_for_whole_shards() -> None:
     older = (CheckpointId(Step(1), ROUND),)
-    queue, _ = queue_of(5, 6).requested(ROUND, RestorePoint(Step(3), ROUND), older, compress=True)
+    queue, _ = queue_of(5, 6).requested(RestorePoint(Step(3), ROUND), older, compress=True)
     assert queue.counts(at(5), REFERRING)
     whole = queue.requested_whole()
-    assert whole.request == PersistRequest(ROUND, Step(5), ROUND, whole=True)
+    assert whole.request == PersistRequest(at(5), whole=True)
     assert not whole.counts(at(5), REFERRING)
     assert whole.counts(at(5), StoredAs())
     assert whole.counts(at(6), REFERRING), "the request is for the first checkpoint only"

@@ -112,7 +112,7 @@ class Pod:
                 self.peers.tables[ref] = Trailer(reader.record, reader.table)
 
     def upload(self, step: int, rank: int = 0, **fields: Any) -> StoredAs:
-        request = PersistRequest(RestartRound(0), Step(step), RestartRound(0), **fields)
+        request = PersistRequest(CheckpointId(Step(step), RestartRound(0)), **fields)
         return self.uploader.upload(self.manifests[step].ref(Rank(rank)), request)
 
     def index(self, step: int, rank: int = 0) -> PackIndex | None:

@@ -44,7 +44,7 @@ def manifest_of(*sealed: Inventory, job_uid: str = JOB_UID) -> Manifest:
 
 async def finish(gang: Gang, worker: int, manifest: Manifest, round_: int = 1) -> Inventory:
     text = manifest.to_bytes().decode()
-    message = FinishCommit(RestartRound(round_), Step(2), RestartRound(0), text)
+    message = FinishCommit(RestartRound(round_), text)
     return await gang.operator.call(worker, "/v1/finish-commit", message, Inventory)
 
 
@@ -108,7 +108,7 @@ async def test_a_commit_that_was_not_finished_leaves_nothing_behind(gangs: Gangs
     [
         ({"job": JobIdentity(NAMESPACE, "gpt", JobUid("another"))}, "another"),
         ({"job": JobIdentity("another", "gpt", JobUid(JOB_UID))}, "another"),
-        ({"step": Step(3)}, "names"),
+        ({"step": Step(3)}, "not on the node tier"),
     ],
     ids=["another job", "another namespace", "another step"],
 )

@@ -87,7 +87,7 @@ async def test_a_finished_commit_is_known_by_its_reply() -> None:
         await seal(b, 1, PODS[0])
         assert [u.step for u in stored(b, PODS[0]).uncommitted] == [20]
         text = stored_manifest(UID, 20).to_bytes().decode()
-        message = FinishCommit(RestartRound(1), Step(20), RestartRound(0), text)
+        message = FinishCommit(RestartRound(1), text)
         b.call(PODS[0], CallPath.FINISH_COMMIT, message)
         await b.until(lambda: listed(b, PODS[0]) == [20])
         assert stored(b, PODS[0]).uncommitted == ()
@@ -100,7 +100,7 @@ async def test_a_refused_commit_is_requested_again_by_a_later_pass() -> None:
         b.follow(PODS[0])
         await b.until(lambda: b.view(PODS[0]).inventory is not None)
         text = stored_manifest(UID, 20).to_bytes().decode()
-        message = FinishCommit(RestartRound(1), Step(20), RestartRound(0), text)
+        message = FinishCommit(RestartRound(1), text)
 
         def is_asked_again() -> bool:
             b.call(PODS[0], CallPath.FINISH_COMMIT, message)

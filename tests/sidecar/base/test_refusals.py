@@ -134,7 +134,7 @@ FOREIGN = {
 
 
 def finish(round_: RestartRound = NOW) -> FinishCommit:
-    return FinishCommit(round_, Step(7), OLD, "{}")
+    return FinishCommit(round_, "{}")
 
 
 def ask(round_: RestartRound = NOW) -> GangRequest:

@@ -162,7 +162,7 @@ async def test_the_end_of_a_job_uploads_the_step_that_waits_in_slots_and_not_an_
         world.report(done=True)
         await world.reaches(Level.LOCAL, 2)
         await until(lambda: any(m.upload for m in members.of(Plan)), "the newest step is uploaded")
-        assert {m.upload.step for m in members.of(Plan) if m.upload is not None} == {2}
+        assert {m.upload.checkpoint.step for m in members.of(Plan) if m.upload is not None} == {2}
 
 
 @pytest.mark.fault("A shard is damaged on its node before it was uploaded")
@@ -179,7 +179,10 @@ async def test_an_upload_that_cannot_end_does_not_hold_up_the_later_ones(tmp_pat
         world.tell(1, lost=(Step(10),))
         world.prepare(12)
         await until(
-            lambda: {m.upload.step for m in members.of(Plan) if m.upload is not None} == {10, 12},
+            lambda: (
+                {m.upload.checkpoint.step for m in members.of(Plan) if m.upload is not None}
+                == {10, 12}
+            ),
             "the next step is uploaded in its place",
         )
 
@@ -203,7 +206,10 @@ async def test_an_upload_whose_name_is_taken_does_not_hold_up_the_later_ones(
         await world.reaches(Level.LOCAL, 11)
         world.tell(1, failures=(failure,))
         await until(
-            lambda: {m.upload.step for m in members.of(Plan) if m.upload is not None} == {10, 11},
+            lambda: (
+                {m.upload.checkpoint.step for m in members.of(Plan) if m.upload is not None}
+                == {10, 11}
+            ),
             "the next step is uploaded in its place",
         )
 

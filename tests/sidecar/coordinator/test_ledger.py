@@ -202,7 +202,7 @@ def test_an_upload_that_refers_to_a_deleted_checkpoint_is_waited_for_again() -> 
     ledger.uploaded(Step(5), Rank(0), SHARD_DIGEST, referring)
     assert ledger.uploaded(Step(5), Rank(1), SHARD_DIGEST)
     ledger.request_upload(Step(5))
-    ledger.uploads, _ = ledger.uploads.requested(ledger.round, None, ())
+    ledger.uploads, _ = ledger.uploads.requested(None, ())
     ledger.upload_whole(ledger.steps[Step(5)])
     assert set(ledger.steps[Step(5)].uploaded) == {1}
     assert not ledger.uploaded(Step(5), Rank(0), SHARD_DIGEST, referring)

@@ -27,11 +27,11 @@ class Members:
     """Two members that accept everything."""
 
     def __init__(self) -> None:
-        self.manifests: set[tuple[Worker, Step | None]] = set()
+        self.manifests: set[tuple[Worker, Step]] = set()
 
     async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
         if isinstance(message, Plan):
-            self.manifests |= {(worker, point.step) for point in message.manifests}
+            self.manifests |= {(worker, checkpoint.step) for checkpoint, _ in message.manifests}
         return Ok(ROUND)
 
 

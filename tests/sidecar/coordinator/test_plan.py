@@ -15,13 +15,12 @@ from tests.support.sidecar.ledgers import (
     store_manifests,
 )
 
-from holdfast_core.ids import Level, Rank, RestartRound, Step
+from holdfast_core.ids import CheckpointId, Digest, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
     PersistRequest,
     Plan,
     RankSaves,
     ReportedShard,
-    RestorePoint,
     StepOutcome,
 )
 from holdfast_sidecar.coordinator.ledger import Ledger
@@ -34,8 +33,9 @@ STEPS = range(5)
 steps = st.sampled_from(STEPS).map(Step)
 
 
-def point(step: Step) -> RestorePoint:
-    return RestorePoint(step, ROUND, MANIFEST_DIGEST)
+def named(step: Step) -> tuple[CheckpointId, Digest]:
+    """Return how a plan names the manifest of a step."""
+    return CheckpointId(step, ROUND), MANIFEST_DIGEST
 
 
 plans = st.builds(
@@ -45,8 +45,8 @@ plans = st.builds(
         lambda found: tuple(StepOutcome(s, ROUND, level) for s, level in sorted(found.items()))
     ),
     write=st.none() | steps,
-    manifests=st.sets(steps).map(lambda found: tuple(map(point, sorted(found)))),
-    upload=st.none() | st.builds(PersistRequest, st.just(ROUND), steps, st.just(ROUND)),
+    manifests=st.sets(steps).map(lambda found: tuple(map(named, sorted(found)))),
+    upload=st.none() | st.builds(PersistRequest, st.builds(CheckpointId, steps, st.just(ROUND))),
     drop=st.sets(steps).map(lambda found: tuple(sorted(found))),
 )
 
@@ -57,7 +57,7 @@ class Played:
 
     levels: set[StepOutcome] = field(default_factory=set)
     write: Step | None = None
-    manifests: tuple[RestorePoint, ...] = ()
+    manifests: tuple[tuple[CheckpointId, Digest], ...] = ()
     uploads: set[PersistRequest] = field(default_factory=set)
     dropped: set[Step] = field(default_factory=set)
 
@@ -165,7 +165,7 @@ def test_every_step_becomes_local_whatever_the_nodes_have_and_whoever_restarts(
                 now = plan(ledger, is_first=rank == 0)
                 plans[rank] = missing(now, plans[rank]) or plans[rank]
             case "store":
-                stored |= {(rank, p.step) for p in plans[rank].manifests if p.step is not None}
+                stored |= {(rank, checkpoint.step) for checkpoint, _ in plans[rank].manifests}
             case "restart":
                 plans[rank] = Plan(ROUND)
             case "new coordinator":
@@ -173,9 +173,8 @@ def test_every_step_becomes_local_whatever_the_nodes_have_and_whoever_restarts(
     for _ in range(3):  # then all goes on without failures
         for rank in RANKS:
             stored |= {
-                (rank, p.step)
-                for p in plan(ledger, is_first=rank == 0).manifests
-                if p.step is not None
+                (rank, checkpoint.step)
+                for checkpoint, _ in plan(ledger, is_first=rank == 0).manifests
             }
             for step in map(Step, STEPS):
                 ledger.take(reported(rank, step, committed=(rank, step) in stored))
@@ -192,9 +191,9 @@ def test_the_coordinators_own_node_stores_a_manifest_before_the_others():
         ledger.take(reported(rank, Step(1)))
     build(ledger)
     assert plan(ledger).manifests == ()
-    assert plan(ledger, is_first=True).manifests == (point(Step(1)),)
+    assert plan(ledger, is_first=True).manifests == (named(Step(1)),)
     ledger.take(reported(0, Step(1), committed=True))
-    assert plan(ledger).manifests == (point(Step(1)),)
+    assert plan(ledger).manifests == (named(Step(1)),)
 
 
 @given(tables)
@@ -215,11 +214,11 @@ def test_dropped_steps_have_no_level_and_a_step_that_is_uploaded_stays():
             ledger.take(reported(rank, step, replicated=True))
     settled(ledger)
     ledger.request_upload(Step(2))
-    ledger.uploads, _ = ledger.uploads.requested(ROUND, None, (), compress=False)
+    ledger.uploads, _ = ledger.uploads.requested(None, (), compress=False)
     ledger.forget((Step(1), Step(2)))
     assert plan(ledger) == Plan(
         ROUND,
         levels=(StepOutcome(Step(2), ROUND, Level.REPLICATED),),
-        upload=PersistRequest(ROUND, Step(2), ROUND),
+        upload=PersistRequest(CheckpointId(Step(2), ROUND)),
         drop=(Step(1),),
     )

@@ -59,7 +59,7 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
     store_manifests(ledger, 10)
     uploads.committed(Step(10))
     if whole:
-        ledger.uploads, _ = ledger.uploads.requested(ledger.round, None, (), compress=True)
+        ledger.uploads, _ = ledger.uploads.requested(None, (), compress=True)
         ledger.upload_whole(ledger.steps[Step(10)])
     if changed is not None:
         uploads.policy(round_with(changed))

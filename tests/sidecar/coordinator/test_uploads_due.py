@@ -183,9 +183,9 @@ def test_an_upload_under_way_ends_although_uploads_are_held() -> None:
     uploaded = uploads(ledger, every=1)
     for step in (1, 2):
         local(ledger, uploaded, step)
-    ledger.uploads, _ = ledger.uploads.requested(ledger.round, None, ())
+    ledger.uploads, _ = ledger.uploads.requested(None, ())
     uploaded.policy(message(policy, hold=True))
     for step in (3, 4):
         local(ledger, uploaded, step)
     assert ledger.on_way_to_store == {1, 4}
-    assert ledger.uploads.request is not None and ledger.uploads.request.step == 1
+    assert ledger.uploads.request is not None and ledger.uploads.request.checkpoint.step == 1

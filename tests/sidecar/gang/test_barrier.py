@@ -21,6 +21,7 @@ from holdfast_sidecar.gang.barrier import Facts, open_barrier
 
 POLICY = Policy(interval_steps=10)
 POINT = RestorePoint(Step(40), RestartRound(1))
+STORE = StoreAddress(RestartRound(2), 29500, "secret", "10.0.0.1")
 
 
 def message(*addresses: str) -> Round:
@@ -34,7 +35,7 @@ def facts(**fields: object) -> Facts:
     ready = Facts(
         state,
         restored=True,
-        store_address=StoreAddress(RestartRound(2), 29500, "secret", "10.0.0.1"),
+        store_address=STORE,
         launcher_connected=True,
         running_round=None,
         last_round=RestartRound(1),
@@ -47,12 +48,8 @@ def test_the_barrier_opens_when_everything_is_ready() -> None:
         round=RestartRound(2),
         restore_point=POINT,
         world_size=8,
-        first_rank=4,  # type: ignore[arg-type]
-        procs_per_worker=4,
         group_rank=Worker(1),
-        master_address="10.0.0.1",
-        master_port=29500,
-        store_secret="secret",
+        store=STORE,
         policy=POLICY,
     )
 

@@ -20,7 +20,7 @@ from tests.support.sidecar.waiting import until
 from holdfast_core.errors import CapacityError, UnreadableError
 from holdfast_core.format.canonical import digest_of
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, ShardRef, Step
-from holdfast_core.messages.schema import Plan, RestorePoint, StepOutcome
+from holdfast_core.messages.schema import Plan, StepOutcome
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.save.staging import Room
 from holdfast_core.tasks import Signal
@@ -40,7 +40,6 @@ CHECKPOINT = (HEADER.step, HEADER.round)
 POINT_ID = CheckpointId(*CHECKPOINT)
 OTHER = replace(RECORD, header=replace(RECORD.header, rank=Rank(1)))
 DOCUMENT = manifest([RECORD, OTHER]).to_bytes()
-POINT = RestorePoint(HEADER.step, HEADER.round, digest_of(DOCUMENT))
 
 
 class PlayedStager:
@@ -114,8 +113,9 @@ class World:
         self.asked += 1
         return self.sent.pop(0) if len(self.sent) > 1 else self.sent[0]
 
-    def take(self, *points: RestorePoint) -> None:
-        self.manifests.take(Plan(HEADER.round, manifests=points))
+    def take(self, *checkpoints: CheckpointId) -> None:
+        named = tuple((checkpoint, digest_of(DOCUMENT)) for checkpoint in checkpoints)
+        self.manifests.take(Plan(HEADER.round, manifests=named))
 
     async def close(self) -> None:
         await self.manifests.close()
@@ -132,7 +132,7 @@ def world(tmp_path: Path) -> World:
 async def test_a_manifest_without_its_shard_is_not_stored_and_the_step_is_lost(
     world: World,
 ) -> None:
-    world.take(POINT)
+    world.take(POINT_ID)
     await until(lambda: world.lost == [HEADER.step], "the step is lost")
     assert world.node.list_manifests() == ()
     await world.close()
@@ -147,7 +147,7 @@ async def test_a_manifest_that_is_wanted_no_more_is_no_failure(world: World) -> 
         raise CapacityError("no room for the manifest")
 
     world.node.put_manifest = full  # type: ignore[method-assign, assignment]
-    world.take(POINT)
+    world.take(POINT_ID)
     await until(lambda: bool(world.failures.current), "the failure is reported")
     world.take()
     await world.go_on()
@@ -157,11 +157,11 @@ async def test_a_manifest_that_is_wanted_no_more_is_no_failure(world: World) -> 
 
 async def test_copies_begin_when_the_manifest_is_there(world: World) -> None:
     world.node.write_shard(HEADER, BytesSource(DATA))
-    world.take(POINT)
-    world.take(POINT)
+    world.take(POINT_ID)
+    world.take(POINT_ID)
     await until(lambda: world.copied == [CHECKPOINT], "the manifest is stored")
     assert world.node.get_manifest(CONTRACT.job_uid, POINT_ID) == DOCUMENT
-    world.take(POINT)
+    world.take(POINT_ID)
     for _ in range(50):
         await asyncio.sleep(0)
     assert (world.copied, world.asked) == ([CHECKPOINT], 1), "it is fetched and stored once"
@@ -173,7 +173,7 @@ async def test_copies_begin_when_the_manifest_is_there(world: World) -> None:
 async def test_only_the_document_that_the_plan_names_is_stored(world: World) -> None:
     world.node.write_shard(HEADER, BytesSource(DATA))
     world.sent = [b"{}", DOCUMENT]
-    world.take(POINT)
+    world.take(POINT_ID)
     await until(lambda: world.asked == 1, "it is fetched")
     assert world.node.list_manifests() == ()
     await world.go_on()
@@ -184,7 +184,7 @@ async def test_only_the_document_that_the_plan_names_is_stored(world: World) -> 
 @pytest.mark.fault("A manifest of another step or job arrives under a step's name")
 async def test_a_manifest_of_another_step_is_a_failure_and_not_stored(world: World) -> None:
     world.node.write_shard(HEADER, BytesSource(DATA))
-    world.take(replace(POINT, step=Step(HEADER.step + 1)))
+    world.take(CheckpointId(Step(HEADER.step + 1), HEADER.round))
     await until(lambda: bool(world.failures.current), "it is a failure")
     assert world.node.list_manifests() == ()
     assert world.copied == []
@@ -193,7 +193,7 @@ async def test_a_manifest_of_another_step_is_a_failure_and_not_stored(world: Wor
 
 async def test_a_manifest_that_the_plan_names_no_longer_is_not_fetched_again(world: World) -> None:
     world.sent = [b"{}"]
-    world.take(POINT)
+    world.take(POINT_ID)
     await until(lambda: world.asked == 1, "it is fetched")
     world.take()
     for _ in range(5):
@@ -205,7 +205,7 @@ async def test_a_manifest_that_the_plan_names_no_longer_is_not_fetched_again(wor
 async def test_a_request_waits_for_a_manifest_that_the_plan_names(world: World) -> None:
     """A relay has the plan before it has the manifest."""
     world.sent = [b"{}", DOCUMENT]
-    world.take(POINT)
+    world.take(POINT_ID)
     found = asyncio.create_task(world.manifests.get(None, POINT_ID))
     await until(lambda: world.asked == 1, "it is fetched")
     assert not found.done()
@@ -216,7 +216,7 @@ async def test_a_request_waits_for_a_manifest_that_the_plan_names(world: World) 
 
 async def test_no_manifest_is_stored_after_a_seal(world: World) -> None:
     world.node.write_shard(HEADER, BytesSource(DATA))
-    world.take(POINT)
+    world.take(POINT_ID)
     world.current.state = world.current.state.sealed_for(RestartRound(1))
     for _ in range(5):
         await world.go_on()

@@ -42,7 +42,7 @@ async def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
     async with running_flow(tmp_path, AcceptingMember(), store=store) as world:
         flow = world.flow
         record = world.node.write_shard(shard_header(1000), BytesSource(bytes(1000)))
-        request = PersistRequest(RestartRound(0), record.header.step, RestartRound(0))
+        request = PersistRequest(record.checkpoint)
         flow.add(own_shard(record, committed=True))
         flow.request_upload(request)
         await world.until_idle()
@@ -71,7 +71,7 @@ async def test_a_shard_that_its_disk_does_not_return_is_given_up_and_kept(tmp_pa
         world.node.open_shard = unreadable  # type: ignore[method-assign, assignment]
         world.flow.add(own_shard(record, committed=True))
         step = record.header.step
-        world.flow.request_upload(PersistRequest(RestartRound(0), step, RestartRound(0)))
+        world.flow.request_upload(PersistRequest(record.checkpoint))
         await world.until_idle()
         assert world.flow.lost == {step}
         assert len(attempts) == 10, "it was to be sent five times, and was read again each time"
@@ -101,8 +101,7 @@ async def test_the_uploads_of_ended_rounds_end_and_delay_no_other_request_to_the
     async with running_flow(tmp_path, AcceptingMember(), store=store) as world:
         record = world.node.write_shard(shard_header(1000), BytesSource(bytes(1000)))
         world.flow.add(own_shard(record, committed=True))
-        step = record.header.step
-        world.flow.request_upload(PersistRequest(RestartRound(0), step, RestartRound(0)))
+        world.flow.request_upload(PersistRequest(record.checkpoint))
         assert await asyncio.to_thread(begun.wait, DEADLINE_SECONDS)
         await world.flow.reset()
         try:
@@ -134,7 +133,7 @@ async def test_a_new_request_ends_the_one_before(
             header = shard_header(1000, step=step)
             record = world.node.write_shard(header, BytesSource(bytes(1000)))
             world.flow.add(own_shard(record, committed=True))
-            world.flow.request_upload(PersistRequest(RestartRound(0), step, RestartRound(0)))
+            world.flow.request_upload(PersistRequest(record.checkpoint))
         await world.until_idle()
         assert [shard.step for shard in world.flow.table if shard.uploaded] == [2]
     store.close()

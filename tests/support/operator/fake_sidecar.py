@@ -63,8 +63,8 @@ class FakeSidecar:
         if (message.round, 0) != (self.round, self.version):
             return self.refuse(Refusal.NOT_SEALED, f"finish {message.round}")
         found = parse_manifest(message.manifest.encode())
-        id_ = CheckpointId(message.step, message.saved_in)
-        assert (found.checkpoint, found.world_size) == (id_, self.saved[id_])
+        id_ = found.checkpoint
+        assert found.world_size == self.saved[id_]
         assert (id_, Rank(self.worker)) in self.shards
         self.manifests[id_] = manifest(id_.step, id_.round, found.world_size)
         return self.inventory()

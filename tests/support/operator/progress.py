@@ -10,4 +10,4 @@ def progress_of(*steps: int) -> GangProgress | None:
     """Return the progress of ranks whose newest finished steps are `steps`; None without ranks."""
     if not steps:
         return None
-    return GangProgress(len(steps), Step(min(steps)), Step(max(steps)), sum(steps))
+    return GangProgress(Step(min(steps)), Step(max(steps)), sum(steps))

@@ -13,7 +13,8 @@ from random import Random
 from tests.support.operator.fake_cluster import FakeCluster
 from tests.support.operator.fake_sidecar import FakeSidecar
 
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
+from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
     FinishCommit,
@@ -183,7 +184,7 @@ class ToyLink(Sidecars):
             case FinishCommit():
                 reply = sidecar.finish_commit(message)
                 if isinstance(reply, Inventory):
-                    made = CheckpointId(message.step, message.saved_in)
+                    made = parse_manifest(message.manifest.encode()).checkpoint
                     self._cluster.gang.manifests_made.add(made)
             case OutgoingRound(message=of):
                 reply = sidecar.take_round(of)

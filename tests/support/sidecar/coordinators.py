@@ -99,9 +99,8 @@ class CoordinatorWorld:
             if found is None:
                 continue
             await self._members.call(worker, found, Ok)
-            for point in found.manifests:
-                assert point.step is not None
-                shard = replace(self.shard(worker, point.step), committed=True)
+            for checkpoint, _ in found.manifests:
+                shard = replace(self.shard(worker, checkpoint.step), committed=True)
                 report = replace(self._report(worker), shards=(shard,))
                 self.coordinator.report(WorkerReports(self._round, (report,)))
 

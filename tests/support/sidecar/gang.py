@@ -277,7 +277,7 @@ class Gang:
             [(s.shard, s.layout) for s in shards],
         )
         sealed = (await self.operator.inventory(worker)).round
-        message = FinishCommit(sealed, id_.step, id_.round, document.decode())
+        message = FinishCommit(sealed, document.decode())
         return await self.operator.call(worker, "/v1/finish-commit", message, Inventory)
 
     async def prune(self, *points: RestorePoint) -> None:

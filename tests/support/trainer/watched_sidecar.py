@@ -9,12 +9,13 @@ from typing import Any
 from tests.support.hang import HANG_SECONDS
 
 from holdfast.testing import FakeSidecar
-from holdfast_core.ids import Rank, RestartRound, Worker
+from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import (
     LauncherPlan,
     LauncherState,
     RestorePoint,
     Run,
+    StoreAddress,
 )
 
 
@@ -40,18 +41,8 @@ class WatchedSidecar(FakeSidecar):
             secret: Secret of the round's store, from StoreAddress.
         """
         point = RestorePoint() if self.service is None else self.service.restore_point
-        run = Run(
-            self._round(),
-            point,
-            self._world_size,
-            Rank(0),
-            self._world_size,
-            Worker(0),
-            address,
-            port,
-            secret,
-            self._policy,
-        )
+        store = StoreAddress(self._round(), port, secret, address)
+        run = Run(self._round(), point, self._world_size, Worker(0), store, self._policy)
         self._push_plan(LauncherPlan(self._round(), run=run))
 
     def take_stacks(self, token: str) -> None:

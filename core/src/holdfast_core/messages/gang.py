@@ -82,9 +82,7 @@ class StoredAs:
 class PersistRequest:
     """Part of Plan: upload the worker's shards of this committed step."""
 
-    round: RestartRound
-    step: Step
-    step_round: RestartRound
+    checkpoint: CheckpointId
     base: RestorePoint | None = None
     """The newest persisted checkpoint. Chunks that have not changed since then need no upload."""
     older: Many[CheckpointId] = ()
@@ -116,7 +114,7 @@ class Plan:
     write: Step | None = None
     """The step that every rank whose slot holds it writes to its node tier next."""
     upload: PersistRequest | None = None
-    manifests: Many[RestorePoint] = ()
+    manifests: Many[tuple[CheckpointId, Digest]] = ()
     """Manifests of steps that are not local yet. The worker stores those that it lacks. It gets them with
     GET /v1/manifest from the coordinator, or from its relay."""
     drop: Many[Step] = ()

@@ -125,9 +125,6 @@ class FinishCommit:
 
     round: RestartRound
     """The round that the sidecar is sealed for, whose ROUND it has not received."""
-    step: Step
-    saved_in: RestartRound
-    """The round that saved the step."""
     manifest: Document
 
 
@@ -171,8 +168,6 @@ class Inventory:
 class GangProgress:
     """How far the ranks are that have finished a step of this round."""
 
-    ranks: Natural
-    """Number of these ranks."""
     first: Step
     """The newest step that all of them have finished."""
     last: Step

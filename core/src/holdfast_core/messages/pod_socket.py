@@ -151,7 +151,6 @@ class TakeStore:
     """
 
     round: RestartRound
-    rank: Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +170,32 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Part of LauncherState and Run: the TCPStore of this round listens on `port`.
+
+    Reply of GET /v1/rendezvous?round=R&timeout=S on the store host's sidecar: where it listens.
+    """
+
+    round: RestartRound
+    port: Natural
+    """0 after a time-out."""
+    secret: Text = field(repr=False)
+    """Secret of this round, made by the launcher that hosts the store. Ranks sign their entries with it,
+    because the store itself has no authentication. It is sent only inside TLS and the pod's socket, and
+    passed to processes only in their environment."""
+    host: Text = ""
+    """"" from the launcher."""
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """Push to the launcher: the restore barrier is open. Fork the ranks of this round."""
 
     round: RestartRound
     restore_point: RestorePoint
     world_size: Natural
-    first_rank: Rank
-    procs_per_worker: Natural
     group_rank: Worker
-    master_address: Text
-    master_port: Natural
-    store_secret: Text = field(repr=False)
-    """The launcher passes it to the ranks in their environment; see StoreAddress."""
+    store: StoreAddress
     policy: Policy
     rolled_back_from: Step | None = None
     """Step that the gang had reached before a person rolled it back, if the round starts below it."""
@@ -204,24 +216,6 @@ class LauncherPlan:
     released: bool = False
     """It exits with code 0 if it has `finished`: the gang's last step has reached each level that it is meant
     to reach, and the operator has recorded this."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreAddress:
-    """Part of LauncherState: the TCPStore of this round listens on `port`.
-
-    Reply of GET /v1/rendezvous?round=R&timeout=S on the store host's sidecar: where it listens.
-    """
-
-    round: RestartRound
-    port: Natural
-    """0 after a time-out."""
-    secret: Text = field(repr=False)
-    """Secret of this round, made by the launcher that hosts the store. Ranks sign their entries with it,
-    because the store itself has no authentication. It is sent only inside TLS and the pod's socket, and
-    passed to processes only in their environment."""
-    host: Text = ""
-    """"" from the launcher."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,6 @@ class UploadQueue:
 
     def requested(
         self,
-        round_: RestartRound,
         base: RestorePoint | None,
         older: tuple[CheckpointId, ...],
         *,
@@ -98,13 +97,11 @@ class UploadQueue:
         """Request the first checkpoint. The request stays the same in repeated attempts.
 
         Args:
-            round_: The round of those who upload.
             base: What `base` returned.
             older: Earlier checkpoints to which the uploads may refer, too.
             compress: Whether the uploads are compressed.
         """
-        step, step_round = self.wanted[0].step, self.wanted[0].round
-        request = PersistRequest(round_, step, step_round, base, older, compress=compress)
+        request = PersistRequest(self.wanted[0], base, older, compress=compress)
         return replace(self, request=request), request
 
     def requested_whole(self) -> UploadQueue:
@@ -112,11 +109,9 @@ class UploadQueue:
 
         A checkpoint that vouched for references is gone from the store.
         """
-        request = self.request
-        if request is None:
+        if self.request is None:
             return self
-        whole = PersistRequest(request.round, request.step, request.step_round, whole=True)
-        return replace(self, request=whole)
+        return replace(self, request=PersistRequest(self.request.checkpoint, whole=True))
 
     def counts(self, checkpoint: CheckpointId, stored: StoredAs) -> bool:
         """Return whether the upload of a shard counts.

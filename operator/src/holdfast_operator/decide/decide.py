@@ -237,7 +237,7 @@ def _chosen(world: World, choice: restore_point.Chosen) -> Decision:
 
 def _finishes(world: World, choice: restore_point.InterruptedCommit) -> Iterator[Action]:
     """Yield the requests to some members to write the manifest. The others read it from one of them."""
-    message = FinishCommit(world.round, choice.id.step, choice.id.round, choice.manifest)
+    message = FinishCommit(world.round, choice.manifest)
     for member in world.members[:ASKED_MEMBERS]:
         yield from member.call(CallPath.FINISH_COMMIT, message)
 

@@ -182,7 +182,6 @@ class Gathered:
         if not self._steps:
             return None
         return GangProgress(
-            ranks=self._steps.total(),
             first=min(self._steps),
             last=max(self._steps),
             total_steps=sum(step * ranks for step, ranks in self._steps.items()),

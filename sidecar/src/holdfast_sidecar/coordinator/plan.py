@@ -311,7 +311,7 @@ def plan(ledger: Ledger, *, released: bool = False, is_first: bool = False) -> P
     """
     steps = sorted(ledger.steps.items())
     request = ledger.uploads.request
-    known = None if request is None else ledger.steps.get(request.step)
+    known = None if request is None else ledger.steps.get(request.checkpoint.step)
     return Plan(
         ledger.round,
         levels=tuple(
@@ -322,9 +322,9 @@ def plan(ledger: Ledger, *, released: bool = False, is_first: bool = False) -> P
         write=ledger.chosen,
         upload=request if known is not None and known.local else None,
         manifests=tuple(
-            entry.point()
-            for _, entry in steps
-            if entry.manifest is not None
+            (CheckpointId(step, entry.round), entry.manifest_digest)
+            for step, entry in steps
+            if entry.manifest_digest is not None
             and not entry.local
             and (is_first or entry.stored >= ledger.first)
         ),

@@ -319,7 +319,6 @@ class GangUploads:
             older = tuple(c for c in older if c not in self._apart)
         if ledger.uploads.first == checkpoint:
             ledger.uploads, _ = ledger.uploads.requested(
-                self._round,
                 None if base is None else last,
                 older,
                 compress=self._policy.compresses_uploads,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core.ids import Rank, RestartRound
+from holdfast_core.ids import RestartRound
 from holdfast_core.messages.schema import Run, StoreAddress
 from holdfast_sidecar.base.rounds import RoundState
 
@@ -48,12 +48,8 @@ def open_barrier(facts: Facts) -> Run | str:
         round=state.round,
         restore_point=accepted.restore_point,
         world_size=state.world_size,
-        first_rank=Rank(state.own_ranks.start),
-        procs_per_worker=state.procs_per_worker,
         group_rank=state.worker,
-        master_address=facts.store_address.host,
-        master_port=facts.store_address.port,
-        store_secret=facts.store_address.secret,
+        store=facts.store_address,
         policy=accepted.policy,
         rolled_back_from=accepted.rolled_back_from,
     )

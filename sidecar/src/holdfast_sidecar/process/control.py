@@ -320,11 +320,7 @@ class ManifestRequests:
 
     def take(self, plan: Plan) -> None:
         """Begin to store the manifests of the plan that this node lacks."""
-        self._wanted = {
-            CheckpointId(point.step, point.round): point.manifest
-            for point in plan.manifests
-            if point.step is not None and point.round is not None and point.manifest is not None
-        }
+        self._wanted = dict(plan.manifests)
         self._documents = {c: d for c, d in self._documents.items() if c in self._wanted}
         for checkpoint in self._wanted:
             has = self._saves.flow.is_committed(checkpoint.step, checkpoint.round)

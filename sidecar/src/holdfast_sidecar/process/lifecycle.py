@@ -33,8 +33,8 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast_core import logs
-from holdfast_core.errors import AlreadyExistsError, NotFoundError, RefusedError
-from holdfast_core.format.manifest import parse_manifest_of
+from holdfast_core.errors import AlreadyExistsError, NotFoundError, RefusedError, SwappedError
+from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.common import raise_refused
 from holdfast_core.messages.schema import FinishCommit, Inventory, Refusal, Round, Seal
@@ -321,23 +321,21 @@ class Lifecycle:
             StaleRoundError: The round is older than the current one.
             RefusedError: NOT_SEALED if the sidecar is not between SEAL and ROUND of this round; CONFLICT if
                 it has another manifest of this step; NOT_MEMBER if the caller is not the operator.
-            FormatError, CorruptionError: The manifest is not valid, or of another job or step.
+            FormatError, SwappedError: The manifest is not valid, or of another job.
             NotFoundError: The shard of an own rank that it names is not on the node tier.
         """
         async with self._lock:
             self._check(caller, message)
-            checkpoint = CheckpointId(message.step, message.saved_in)
             document = message.manifest.encode()
-            await self._tiers.pools.meta.run(self._finish_commit, checkpoint, document)
-            logs.info("finished an interrupted commit", step=message.step, round=message.saved_in)
+            made = await self._tiers.pools.meta.run(self._finish_commit, document)
+            logs.info("finished an interrupted commit", step=made.step, round=made.round)
             return await self.inventory()
 
-    def _finish_commit(self, checkpoint: CheckpointId, document: bytes) -> None:
-        """Check the manifest against this node's shards and write it. Blocking."""
-        uid = self._pod.job_uid
-        manifest = parse_manifest_of(
-            document, uid, checkpoint, namespace=self._pod.contract.namespace
-        )
+    def _finish_commit(self, document: bytes) -> CheckpointId:
+        """Check the manifest against this node's shards, write it, and return its checkpoint. Blocking."""
+        uid, manifest = self._pod.job_uid, parse_manifest(document)
+        if (job := manifest.job).uid != uid or job.namespace != self._pod.contract.namespace:
+            raise SwappedError(f"the manifest names job {job.uid} in namespace {job.namespace}")
         for number in self._pod.state.own_ranks:
             ref = manifest.ref(Rank(number))
             if self._disk.find(ref) is None:
@@ -345,9 +343,10 @@ class Lifecycle:
                     f"{ref} is not on the node tier: no commit of it can be finished"
                 )
         try:
-            self._disk.put_manifest(uid, checkpoint, document)
+            self._disk.put_manifest(uid, manifest.checkpoint, document)
         except AlreadyExistsError as error:
             raise RefusedError(Refusal.CONFLICT, str(error)) from error
+        return manifest.checkpoint
 
     def _check(self, caller: Caller, message: Seal | Round | FinishCommit) -> None:
         raise_refused(refuse(self._pod.state, caller, message))

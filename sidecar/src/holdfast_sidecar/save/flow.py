@@ -222,7 +222,7 @@ class Flow:
 
     def _is_requested(self, key: ShardKey) -> bool:
         request = self._upload_request
-        return request is not None and (key.step, key.round) == (request.step, request.step_round)
+        return request is not None and request.checkpoint == CheckpointId(key.step, key.round)
 
     def coordinator_changed(self) -> None:
         """Record that another worker coordinates the round, which has received no report yet."""
@@ -257,7 +257,7 @@ class Flow:
         self.dropped = frozenset(sorted(self.dropped.union(steps))[-_MOST_DROPPED:])
         self.lost -= set(steps)
         self._shards = {k: s for k, s in self._shards.items() if k.step not in steps}
-        if self._upload_request is not None and self._upload_request.step in steps:
+        if self._upload_request is not None and self._upload_request.checkpoint.step in steps:
             self._upload_request = None
         self._backoffs = {a: b for a, b in self._backoffs.items() if a.key.step not in steps}
         self._on_change()

@@ -83,9 +83,8 @@ class ShareUploader:
         """
         if request == self._done:
             return
-        checkpoint = CheckpointId(request.step, request.step_round)
         try:
-            manifest = self.manifest(checkpoint)
+            manifest = self.manifest(request.checkpoint)
         except GoneError:
             if self._folder.options.leads:
                 raise

@@ -380,7 +380,7 @@ class FolderUploads:
         if base is not None:
             point = RestorePoint(base.step, base.round)
             older = references_beside(tier, NAMESPACE, JOB_UID, base)
-        queue, request = self._plan.queue.requested(self._folder.round, point, older)
+        queue, request = self._plan.queue.requested(point, older)
         self._write(replace(self._plan, queue=queue))
         return request
 

@@ -335,16 +335,17 @@ class PodLauncher:
         self._ended.clear()
         self._ended_below = None
         self._round = run.round
+        settings = _settings(run, self._contract)
         logger.info(
             "round %d: forking ranks %d to %d of %d, from step %s",
             run.round,
-            run.first_rank,
-            run.first_rank + run.procs_per_worker - 1,
+            settings.first.rank,
+            settings.first.rank + settings.first.local_world_size - 1,
             run.world_size,
             run.restore_point.step,
         )
         self._memory.begin()
-        await self._processes.fork_ranks(_settings(run, self._contract))
+        await self._processes.fork_ranks(settings)
         self._watch = asyncio.ensure_future(self._watch_ranks(run))
 
     async def _end(self, round_: RestartRound) -> None:
@@ -417,18 +418,19 @@ class PodLauncher:
 
 
 def _settings(run: Run, contract: PodContract) -> RoundSettings:
+    procs = contract.procs_per_worker
     first = RankSettings(
-        rank=run.first_rank,
+        rank=Rank(run.group_rank * procs),
         world_size=run.world_size,
-        local_world_size=run.procs_per_worker,
-        master_address=run.master_address,
-        master_port=run.master_port,
+        local_world_size=procs,
+        master_address=run.store.host,
+        master_port=run.store.port,
         round=run.round,
         interval_steps=run.policy.interval_steps,
         timing=run.policy.timing,
         restore_step=run.restore_point.step,
         restore_known=True,
         rolled_back_from=run.rolled_back_from,
-        store_secret=run.store_secret,
+        store_secret=run.store.secret,
     )
     return RoundSettings(first, run.group_rank, contract.job_uid)

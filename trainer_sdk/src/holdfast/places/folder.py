@@ -348,7 +348,7 @@ class FolderPlace:
         if self._object_store is None or self._session is None:
             return
         for _ in range(_STARTS):
-            message = TakeStore(wait_connected(self._session, self), self._settings.rank)
+            message = TakeStore(wait_connected(self._session, self))
             try:
                 self._session.request(message, Ok)
                 return
