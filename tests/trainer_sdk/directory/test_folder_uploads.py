@@ -223,7 +223,7 @@ def test_a_rank_learns_of_an_upload_while_its_next_one_fails(make: Make) -> None
     run = make(rank=1, ranks=2)
     run.store.is_away = True
     plan, _ = FolderPlan().with_committed([run.saved(2)])
-    queue, _ = plan.queue.requested(ROUND, None, ())
+    queue, _ = plan.queue.requested(None, ())
     file = PlanFile(run.folder.committer.files(ROUND).path / "plan.json")
     file.write(replace(plan, queue=queue).persisted(at(1)))
     run.start()
