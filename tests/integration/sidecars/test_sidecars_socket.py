@@ -19,7 +19,7 @@ from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step
-from holdfast_core.messages.schema import Refusal, Stage
+from holdfast_core.messages.schema import Ok, Refusal, Stage
 from holdfast_core.shm.slot_file import SlotState
 
 pytestmark = pytest.mark.integration
@@ -61,7 +61,10 @@ async def test_a_stage_that_contradicts_its_slot_is_refused_and_the_slot_left_al
             assert rank.header(name).state is SlotState.FULL, bad
         await rank.request(good)
         await rank.reached(5, Level.LOCAL)
-        assert await refusal(rank, good) is Refusal.BAD_REQUEST, "the slot is free again"
+        assert rank.header(name).state is SlotState.FREE
+        assert await rank.request(good) == Ok(RestartRound(0)), "it is stored"
+        other = replace(good, payload_bytes=3)
+        assert await refusal(rank, other) is Refusal.BAD_REQUEST, "no save of these bytes is stored"
 
 
 async def test_ranks_of_another_job_or_another_pod_are_refused(gangs: Gangs) -> None:
