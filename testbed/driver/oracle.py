@@ -61,10 +61,13 @@ def _status_history(history: Sequence[Object]) -> Iterable[str]:
             yield f"I5: restartRound decreased from {previous_round} to {round_}"
         previous_round = max(previous_round, round_)
         persisted = status.get("lastPersisted") or {}
+        # A person may roll the gang back below a persisted step, and the lineage says so.
+        rolled_back_from = int((status.get("lineage") or [{}])[-1].get("rolledBackFrom", -1))
         if persisted:
             now = (int(persisted["round"]), int(persisted["step"]))
-            if previous_persisted is not None and now[0] < previous_persisted[0]:
-                yield f"I5: lastPersisted by round {now[0]} after round {previous_persisted[0]}"
+            before = previous_persisted or now
+            if now[0] < before[0] and before[1] > rolled_back_from:
+                yield f"I5: lastPersisted by round {now[0]} after round {before[0]}"
             if now[0] > round_:
                 yield f"I5: lastPersisted of round {now[0]} while the round is {round_}"
             previous_persisted = now
@@ -82,9 +85,7 @@ def _status_history(history: Sequence[Object]) -> Iterable[str]:
             floor = int(persisted.get("step", 0)) if int(persisted.get("round", 0)) < round_ else 0
             if f"s{floor}-r{persisted.get('round')}" in status.get("quarantined", ()):
                 floor = 0  # ranks failed from it, or a drill found it damaged
-            # A person may roll the gang back below a persisted step, and the lineage says so.
-            lineage = status.get("lineage") or [{}]
-            if step < floor and floor > int(lineage[-1].get("rolledBackFrom", -1)):
+            if step < floor and floor > rolled_back_from:
                 yield f"I4: round {round_} restored step {step} although {floor} was persisted"
         committed = "lastCommittedStep" in status
 

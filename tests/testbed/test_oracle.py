@@ -105,9 +105,13 @@ def test_digests_are_compared_for_every_rank():
 
 
 def test_a_rollback_that_the_lineage_records_breaks_no_invariant() -> None:
-    def back(reached: int) -> Evidence:
-        lineage = [{"round": 1, "base": "s10-r0", "rolledBackFrom": reached}]
-        return evidence([status(0, (20, 0)), {**status(1, (20, 0), 10), "lineage": lineage}])
+    def back(*history: dict, reached: int) -> str:
+        lineage = [{"base": "s10-r0", "rolledBackFrom": reached}]
+        return "".join(judge(evidence([*history[:-1], {**history[-1], "lineage": lineage}])))
 
-    assert judge(back(23)) == []
-    assert "I4" in "".join(judge(back(15)))
+    base = status(0, (20, 0)), status(1, (20, 0), 10)
+    assert back(*base, reached=23) == ""
+    assert "I4" in back(*base, reached=15)
+    again = status(1, (20, 1)), status(2, (10, 0), 10)
+    assert back(*again, reached=20) == "", "round 1 is off the lineage"
+    assert "I5" in back(*again, reached=19)
