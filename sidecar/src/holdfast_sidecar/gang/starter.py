@@ -18,7 +18,6 @@ from holdfast_core.messages.schema import (
     Hello,
     LauncherPlan,
     LauncherState,
-    Plan,
     Run,
     StoreAddress,
 )
@@ -198,10 +197,10 @@ class Starter:
             self._opened_store(state, message.store)
         self.evaluate()
 
-    def take(self, plan: Plan) -> None:
-        """Release the launcher if the plan releases the pod."""
-        if plan.released and self._released != plan.round:
-            self._released = plan.round
+    def release(self, round_: RestartRound) -> None:
+        """Release the launcher. Call this each time that a plan of the round releases the pod."""
+        if self._released != round_:
+            self._released = round_
             self.push_plan()
 
     def push_plan(self, run: Run | None = None) -> bool:

@@ -91,10 +91,15 @@ class Sidecar:
         self._manifests = ManifestRequests(
             pod, tiers, saves, telemetry.failures, peers, role.manifest
         )
+
+        def release(plan: Plan) -> None:
+            if plan.released:
+                starter.release(plan.round)
+
         planned: Signal[[Plan]] = Signal()
         planned.subscribe(self._manifests.take)
         planned.subscribe(self._pruner.take)
-        planned.subscribe(starter.take)
+        planned.subscribe(release)
         self._follower = Follower(pod, peers, role.plan, planned)
         receivers = Receivers(
             self._manifests,
