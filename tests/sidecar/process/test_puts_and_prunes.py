@@ -72,6 +72,7 @@ class World:
         self.pools = Pools(disk=1, fetch=1, store=1)
         self.stager = PlayedStager()
         self.copied: list[tuple[Step, RestartRound]] = []
+        self.released: list[RestartRound] = []
         self.current = CurrentRound(first_round())
         self.clock = ManualClock()
         pod = Pod(Settings(CONTRACT), self.clock, self.current)
@@ -98,7 +99,9 @@ class World:
         )
         notices = RankNotices(self.current, LocalConnections())
         self.copies = IncomingCopies(pod, tiers, no_peers, lambda step: False)
-        self.pruner = Pruner(pod, tiers, saves, self.copies, notices, failures)
+        self.pruner = Pruner(
+            pod, tiers, saves, self.copies, notices, self.released.append, failures
+        )
 
     async def go_on(self) -> None:
         """Let the next pause end."""
@@ -303,3 +306,14 @@ async def test_a_step_that_cannot_be_deleted_keeps_no_other_one(world: World) ->
     await until(lambda: not world.failures.current, "the step is deleted")
     assert [record.header.step for record in world.node.list_shards()] == [steps[-1]]
     await world.close()
+
+
+async def test_a_plan_that_only_releases_the_pod_is_carried_out(tmp_path: Path) -> None:
+    """It is the last plan of a round, and nothing else of it has changed."""
+    world = World(tmp_path)
+    world.pruner.take(Plan(RestartRound(0)))
+    assert world.released == []
+    world.pruner.take(Plan(RestartRound(0), released=True))
+    assert world.released == [RestartRound(0)]
+    await world.pruner.close()
+    world.pools.close()

@@ -83,7 +83,9 @@ class Sidecar:
         local = Local(components, connections, notices, background, metrics, node_bytes)
         self._lifecycle = Lifecycle(pod, resources.disk, tiers, components, background, telemetry)
         self._incoming = IncomingCopies(pod, tiers, members, saves.flow.drops)
-        self._pruner = Pruner(pod, tiers, saves, self._incoming, notices, telemetry.failures)
+        self._pruner = Pruner(
+            pod, tiers, saves, self._incoming, notices, starter.release, telemetry.failures
+        )
         replacer = Replacer(tiers, restores.fetcher, current)
         restores.filler.lost.subscribe(replacer.shard_is_bad)
         saves.flow.gone.subscribe(replacer.shard_is_bad)
@@ -91,15 +93,9 @@ class Sidecar:
         self._manifests = ManifestRequests(
             pod, tiers, saves, telemetry.failures, peers, role.manifest
         )
-
-        def release(plan: Plan) -> None:
-            if plan.released:
-                starter.release(plan.round)
-
         planned: Signal[[Plan]] = Signal()
         planned.subscribe(self._manifests.take)
         planned.subscribe(self._pruner.take)
-        planned.subscribe(release)
         self._follower = Follower(pod, peers, role.plan, planned)
         receivers = Receivers(
             self._manifests,

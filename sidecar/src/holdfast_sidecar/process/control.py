@@ -94,6 +94,7 @@ class Pruner:
         saves: SaveComponents,
         copies: IncomingCopies,
         notices: RankNotices,
+        release: Callable[[RestartRound], None],
         failures: Failures,
     ) -> None:
         self._pod = pod
@@ -101,6 +102,7 @@ class Pruner:
         self._saves = saves
         self._copies = copies
         self._notices = notices
+        self._release = release
         self._failures = failures
         self._tasks = Tasks()
         self._pruning: asyncio.Task[None] | None = None
@@ -119,6 +121,8 @@ class Pruner:
             before if before is not None and before.round == wanted.round else Plan(wanted.round)
         )
         self._taken = wanted
+        if wanted.released:
+            self._release(wanted.round)
         message = missing(wanted, known)
         if message is None:
             return
