@@ -25,7 +25,7 @@ Object = dict[str, Any]
 T = TypeVar("T")
 
 HANG_SECONDS = 300.0
-"""This limits each wait, and only a hang reaches it. Four scenarios share two cores, where the start of one
+"""Limit of each wait. Only a hang reaches it. Four scenarios share two cores, where the start of one
 gang has taken 80 seconds. A scenario has 600 seconds, so that a wait that hangs still tells what it waited
 for."""
 

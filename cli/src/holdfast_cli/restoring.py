@@ -216,9 +216,9 @@ def find_fork_point(gang: Gang, checkpoints: Sequence[Checkpoint], step: Step | 
 def forked(
     raw: dict[str, Any], name: str, checkpoint: Checkpoint, workers: int | None
 ) -> dict[str, Any]:
-    """Return the new TrainingJob. Of the labels it has those of Kueue, because a queue is one.
+    """Return the new TrainingJob. It keeps only the labels of Kueue, because a queue is one.
 
-    A GitOps tool may track its objects by a label, and delete one with that label that it does not know.
+    A GitOps tool may track its objects by a label, and delete an unknown object that has it.
     Orders and steps of the old job say nothing about the new one.
     """
     meta, spec = raw["metadata"], copy.deepcopy(raw["spec"])

@@ -122,7 +122,7 @@ def is_granted(
 def missing_grant(namespace: str, job: str, of: str, checkpoint: str) -> str:
     """Return the YAML of the grant that lets a job start from a Checkpoint of the namespace `of`.
 
-    Names are quoted: YAML takes one of digits, or `null`, for no text.
+    Names are quoted, because YAML does not read digits only, or `null`, as text.
     """
     return (
         "apiVersion: holdfast.dev/v1alpha1\n"

@@ -266,8 +266,8 @@ class _Round:
 
 
 _MOST_OF_A_NAME = 3
-"""The stager owns at most so many files of one name. A rank replaces files of slots that are still written
-when its state has grown, and after a restart. A trainer that does so endlessly must not take all
+"""Largest number of files of one name that the stager owns. A rank replaces files of slots that are still
+written when its state has grown, and after a restart. A trainer that does so endlessly must not take all
 descriptors."""
 
 

@@ -336,6 +336,8 @@ def plan(ledger: Ledger, *, released: bool = False, is_first: bool = False) -> P
 def missing(wanted: Plan, known: Plan) -> Plan | None:
     """Return the part of a plan that a worker has not begun. None: nothing.
 
+    `released` is not part of it: the release of the pod may be carried out again.
+
     Args:
         wanted: The whole plan.
         known: The whole plan that the worker has received before.
