@@ -8,14 +8,19 @@ A shell that starts the tests in the background makes them ignore SIGINT, and th
 start inherit that: Ctrl-C would do nothing in the tests that send it.
 
 A test may be an `async def`: it runs in an event loop of its own.
+
+A test closes what it has opened. A process runs hundreds of files, and what they leave open would add up
+until a test of another file finds no free descriptor, or one whose number is too high for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +28,8 @@ from hypothesis import settings
 from tests.support.file_order import place_of, unit_of
 
 TESTS = Path(__file__).resolve().parent
+_LEFT_OPEN = 32
+"""Threads that outlive a file's tests, and connections that modules keep, hold a few."""
 settings.register_profile("holdfast", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("holdfast")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -47,6 +54,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return unit_of(nodeid.partition("::")[0].removeprefix("tests/"))
 
     return Units(config, log)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _closed_files() -> Iterator[None]:
+    """Fail the last test of a file that leaves many files open."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    if len(os.listdir("/proc/self/fd")) - before > _LEFT_OPEN:
+        gc.collect()
+        left = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        assert len(left) - before <= _LEFT_OPEN, (
+            f"files that the tests of this file left open: {left}"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)

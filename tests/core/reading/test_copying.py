@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterable
@@ -161,11 +162,13 @@ def test_what_is_assembled_is_the_unsharded_state(
             copying = Copying(group)
             for runs, ahead, silent in failures:
                 error = None if silent else UnavailableError("gone in the middle")
-                try:
-                    copying.take(Flaky(saved.source(rank), runs, ahead, error), target, limit_bytes)
-                except (UnavailableError, CorruptionError):
-                    continue
-            copying.take(saved.source(rank), target, limit_bytes)
+                with (
+                    saved.source(rank) as source,
+                    contextlib.suppress(UnavailableError, CorruptionError),
+                ):
+                    copying.take(Flaky(source, runs, ahead, error), target, limit_bytes)
+            with saved.source(rank) as source:
+                copying.take(source, target, limit_bytes)
             read_bytes += copying.read_bytes
         assert bytes(target.data) == payload_of(wanted, wanted.rank % len(saved.ranks))
         assert read_bytes == bytes_read(moves, sizes, CHUNK), "a chunk is read once, or again"
@@ -176,8 +179,11 @@ def test_a_source_that_ends_early_without_an_error_is_a_failure() -> None:
     (wanted,) = layouts([1], [None])
     moves = by_source(planned(wanted, saved.ranks, 1))[Rank(1)]
     copying = Copying(moves)
-    with pytest.raises(CorruptionError, match="received no bytes for"):
-        copying.take(Flaky(saved.source(Rank(1)), 1, 0, None), Target(wanted), CHUNK)
+    with (
+        saved.source(Rank(1)) as source,
+        pytest.raises(CorruptionError, match="received no bytes for"),
+    ):
+        copying.take(Flaky(source, 1, 0, None), Target(wanted), CHUNK)
 
 
 def test_a_source_with_other_chunks_restarts_the_reads() -> None:
@@ -187,10 +193,11 @@ def test_a_source_with_other_chunks_restarts_the_reads() -> None:
     target = Target(wanted)
     for rank, moves in by_source(planned(wanted, saved.ranks, 1)).items():
         copying = Copying(moves)
-        liar = Flaky(saved.source(rank), 0, 1, UnavailableError("gone"), 2 * CHUNK)
-        with pytest.raises(UnavailableError):
-            copying.take(liar, target, CHUNK)
-        copying.take(saved.source(rank), target, CHUNK)
+        with saved.source(rank) as source:
+            liar = Flaky(source, 0, 1, UnavailableError("gone"), 2 * CHUNK)
+            with pytest.raises(UnavailableError):
+                copying.take(liar, target, CHUNK)
+            copying.take(source, target, CHUNK)
     assert bytes(target.data) == payload_of(wanted, 0)
 
 

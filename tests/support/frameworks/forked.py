@@ -114,8 +114,11 @@ class _Forker:
         try:
             self._process.stdin.write(json.dumps([str(script), plan], default=str) + "\n")
             self._process.stdin.flush()
-            ready, _, _ = select.select([self._process.stdout], [], [], _SECONDS)
-            assert ready, f"{script} did not end in {_SECONDS} s:\n{self._last_errors()}"
+            poller = select.poll()
+            poller.register(self._process.stdout, select.POLLIN)
+            assert poller.poll(_SECONDS * 1000), (
+                f"{script} did not end in {_SECONDS} s:\n{self._last_errors()}"
+            )
             line = self._process.stdout.readline()
             assert line, f"{script}: {self._last_errors()}"
         except BaseException:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,38 @@ def test_a_rank_that_gets_the_signal_before_it_is_ready_does_not_ignore_it() -> 
     assert server.returncode == 0
 
 
+def test_a_fork_server_serves_a_launcher_with_many_open_files() -> None:
+    """select() refuses descriptors from 1,024 on. The number of the socket is one of the launcher."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(HANG_SECONDS)
+    with ours, theirs, open_files(2048):
+        high = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 1024)
+        command = [sys.executable, "-m", "holdfast.launcher.forkserver", str(high)]
+        with subprocess.Popen(
+            command, pass_fds=[high], env=single_thread_defaults(os.environ)
+        ) as server:
+            os.close(high)
+            theirs.close()
+            assert isinstance(received(ours), Ready)
+            ours.shutdown(socket.SHUT_WR)
+    assert server.returncode == 0
+
+
+@contextlib.contextmanager
+def open_files(limit: int) -> Iterator[None]:
+    """Allow this process and those that it starts `limit` open files or more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def parent(process: Path) -> int:
+    return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+
+
 def received(sock: socket.socket) -> Event:
     return EVENTS.decode(sock.recv(MAX_PACKET_BYTES))
 
@@ -156,8 +190,7 @@ def test_what_a_rank_has_started_is_no_zombie_after_its_end() -> None:
             (rank,) = processes.ranks
             await until(rank.tail.text, "the rank names the process that it has started")
             left = Path("/proc") / rank.tail.text()
-            fields = (left / "stat").read_text().rpartition(")")[2].split()
-            assert int(fields[1]) == server, "its parent"
+            await until(lambda: parent(left) == server, "the shell between the two has ended")
             await processes.end_ranks()
             await until(lambda: not left.exists(), "the process is reaped")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
 from tests.support.trainer.snapshots import take_snapshot
 
 from holdfast.state.loading.load import load_state
+from holdfast.state.snapshot import paused_collector
 from holdfast_core.errors import StateDictError
 from holdfast_core.ids import Rank
 
@@ -46,6 +48,21 @@ def test_the_collector_pauses_while_a_state_is_read() -> None:
 def test_the_collector_runs_again_after_a_state_that_cannot_be_read() -> None:
     with pytest.raises(StateDictError):
         take_snapshot({"part": Part(ValueError("no"))}, Rank(0))
+    assert gc.isenabled()
+
+
+@pytest.mark.fault("A user presses Ctrl-C in a notebook while a state is read or loaded")
+def test_the_collector_runs_again_after_an_interrupt_at_the_moment_of_its_pause() -> None:
+    """Nothing would free cycles any more, and a notebook keeps its process."""
+
+    def interrupt(_: object, event: str, called: object) -> None:
+        if event == "c_return" and called is gc.disable:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt), paused_collector():
+        pytest.fail("the interrupt was lost")
     assert gc.isenabled()
 
 

@@ -281,15 +281,18 @@ class ForkServer:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        # select.select() refuses descriptors from 1,024 on, and the socket keeps its number in the launcher.
+        poller = select.poll()
+        poller.register(self._launcher, select.POLLIN)
+        poller.register(wake_read, select.POLLIN)
         try:
             while True:
-                waiting: list[socket.socket | int] = [self._launcher, wake_read]
-                readable, _, _ = select.select(waiting, [], [])
+                readable = {descriptor for descriptor, _ in poller.poll()}
                 if wake_read in readable:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake_read, 4096)
                     self._reap()
-                if self._launcher in readable:
+                if self._launcher.fileno() in readable:
                     packet, descriptors, _, _ = socket.recv_fds(self._launcher, MAX_PACKET_BYTES, 3)
                     if not packet:
                         return None

@@ -53,8 +53,8 @@ def paused_collector() -> Iterator[None]:
     of them again and again, which takes as long as the reading itself.
     """
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:
