@@ -13,6 +13,7 @@ from testbed import nodeimage, template
 from testbed.config import (
     CLUSTER,
     CONTROL_PLANE,
+    HANG_SECONDS,
     NODES,
     PACKAGE,
     POOL_LABEL,
@@ -23,6 +24,8 @@ from testbed.config import (
 )
 from testbed.shell import BedError, Command, answers, each, run
 
+_RESTARTED_SECONDS = 180
+"""Time for the API server of a cluster that was started again, after which the cluster is created anew."""
 _CNI = {
     "cniVersion": "1.0.0",
     "name": "holdfast",
@@ -111,15 +114,17 @@ def containers(bed: Bed) -> dict[str, str]:
     return dict(line.split() for line in out.splitlines())
 
 
-def kubectl(bed: Bed, *words: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
+def kubectl(
+    bed: Bed, *words: str, stdin: str | None = None, timeout_seconds: float = HANG_SECONDS
+) -> str:
     data = None if stdin is None else stdin.encode()
     command = ["kubectl", *words]
     return run(command, env=bed.environment(), stdin=data, timeout_seconds=timeout_seconds)
 
 
 def api_answers(bed: Bed) -> bool:
-    command = ["kubectl", "get", "--raw", "/readyz", "--request-timeout=5s"]
-    return bed.kubeconfig.is_file() and answers(command, env=bed.environment(), seconds=10)
+    command = ["kubectl", "get", "--raw", "/readyz", "--request-timeout=30s"]
+    return bed.kubeconfig.is_file() and answers(command, env=bed.environment())
 
 
 def wait_for_api(bed: Bed, seconds: float) -> bool:
@@ -157,10 +162,10 @@ def up(bed: Bed, log: Path, preload: Collection[str] = ()) -> str:
         refused = start_all(bed, state)
         if refused:
             action, reason = ClusterAction.RECREATE, f"{reason}; {refused}"
-        elif not wait_for_api(bed, 60):
+        elif not wait_for_api(bed, _RESTARTED_SECONDS):
             action, reason = (
                 ClusterAction.RECREATE,
-                (f"{reason}; no API server responds 60 s after a start"),
+                (f"{reason}; no API server responds {_RESTARTED_SECONDS} s after a start"),
             )
     if action in (ClusterAction.CREATE, ClusterAction.RECREATE):
         create(bed, log, preload)
@@ -180,7 +185,12 @@ def start_all(bed: Bed, state: Mapping[str, str]) -> str:
     if paused:
         run(["docker", "unpause", *paused], env=bed.environment())
     first = [CONTROL_PLANE, *(name for name in state if name != CONTROL_PLANE)]
-    run(["docker", "start", *first], env=bed.environment(), check=False, timeout_seconds=120)
+    run(
+        ["docker", "start", *first],
+        env=bed.environment(),
+        check=False,
+        timeout_seconds=HANG_SECONDS,
+    )
     down = sorted(name for name, value in containers(bed).items() if value != "running")
     return f"Docker does not start {', '.join(down)}" if down else ""
 
@@ -253,18 +263,18 @@ def pin_addresses(bed: Bed) -> None:
         run(["docker", "network", "disconnect", "kind", node], env=bed.environment())
         words = ["docker", "network", "connect", "--ip", address, "kind", node]
         run(words, env=bed.environment())
-    if not wait_for_api(bed, 60):
-        raise BedError("no API server responds 60 s after the address of its node was corrected")
+    if not wait_for_api(bed, HANG_SECONDS):
+        raise BedError("no API server responds although the address of its node was corrected")
 
 
 def pod_networks(bed: Bed) -> dict[str, str]:
     """Return each node's pod CIDR by name.
 
     It waits, because the controller manager assigns them after the nodes have joined. Raises BedError after
-    60 seconds.
+    HANG_SECONDS.
     """
     form = '{range .items[*]}{.metadata.name}={.spec.podCIDR}{"\\n"}{end}'
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while True:
         out = kubectl(bed, "get", "nodes", "-o", f"jsonpath={form}")
         found = dict(line.split("=", 1) for line in out.split())
@@ -316,11 +326,11 @@ def connect_nodes(bed: Bed) -> None:
     each(apply, hosts)
 
 
-def in_node(bed: Bed, node: str, script: str, *, timeout_seconds: float = 60) -> str:
+def in_node(bed: Bed, node: str, script: str) -> str:
     """Run a shell script inside a node and return its stdout."""
     command = ["docker", "exec", "-i", node, "sh"]
     data = script.encode()
-    return run(command, env=bed.environment(), stdin=data, timeout_seconds=timeout_seconds)
+    return run(command, env=bed.environment(), stdin=data, timeout_seconds=HANG_SECONDS)
 
 
 def apply_pools(bed: Bed) -> str:
@@ -329,7 +339,7 @@ def apply_pools(bed: Bed) -> str:
     return ", ".join(f"{pool}: {len(names)} nodes" for pool, names in POOLS.items())
 
 
-def wait_ready(bed: Bed, seconds: int = 180) -> None:
+def wait_ready(bed: Bed, seconds: int = HANG_SECONDS) -> None:
     wait = [f"--timeout={seconds}s", "wait", "--for=condition=Ready", "node", "--all"]
     kubectl(bed, *wait, timeout_seconds=seconds + 10)
     rollout = ["rollout", "status", "deploy/coredns", "-n", "kube-system", f"--timeout={seconds}s"]

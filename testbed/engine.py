@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from testbed import host
-from testbed.config import DOCKER_SUITE, Bed, bed_root, kindest_node
+from testbed.config import DOCKER_SUITE, HANG_SECONDS, Bed, bed_root, kindest_node
 from testbed.shell import BedError, Command, answers, run
 from testbed.steps import Step, warn
 
@@ -191,14 +191,12 @@ def _launch(bed: Bed, settings: Mapping[str, object]) -> None:
     config.write_text(containerd_config(root=bed.data / "containerd", state=state, socket=socket))
     daemon = bed.root / "daemon.json"
     daemon.write_text(json.dumps(daemon_config(bed, settings), indent=1))
-    launch(bed, [bed.bin / "containerd", "-c", config], "containerd", socket.exists, 20)
+    launch(bed, [bed.bin / "containerd", "-c", config], "containerd", socket.exists)
     dockerd: Command = [bed.engine / "usr/sbin/dockerd", "--config-file", daemon]
-    launch(bed, dockerd, "dockerd", lambda: is_up(bed), 60)
+    launch(bed, dockerd, "dockerd", lambda: is_up(bed))
 
 
-def launch(
-    bed: Bed, command: Command, name: str, ready: Callable[[], bool], within_seconds: float
-) -> None:
+def launch(bed: Bed, command: Command, name: str, ready: Callable[[], bool]) -> None:
     """Start a daemon of the test bed and wait until it is ready. `our_process` finds it later."""
     log = bed.logs / f"{name}.log"
     with log.open("ab") as out:
@@ -213,12 +211,12 @@ def launch(
         )
     if name != "dockerd":  # it writes its own pid file, and does not start where it finds one
         (bed.run / f"{name}.pid").write_text(str(daemon.pid))
-    deadline = time.monotonic() + within_seconds
+    deadline = time.monotonic() + HANG_SECONDS
     while not ready():
-        if time.monotonic() > deadline:
+        if daemon.poll() is not None or time.monotonic() > deadline:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
             raise BedError(
-                f"{name} did not start within {within_seconds:.0f} s; {log} ends with:\n{tail}",
+                f"{name} did not start; {log} ends with:\n{tail}",
                 "python3 -m testbed down, then up again",
             )
         time.sleep(0.1)

@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast_core.contract import CONTROL_PORT
 from testbed import cluster
-from testbed.config import CONTROL_PLANE, NODES, current_bed
+from testbed.config import CONTROL_PLANE, HANG_SECONDS, NODES, current_bed
 from testbed.shell import BedError, each, run
 
 _PARTITION = (
@@ -53,10 +53,10 @@ def kill_node(name: str) -> None:
 
 def stop_node(name: str) -> None:
     """Shut the node down. Kubelet and containers get SIGTERM first."""
-    _docker("stop", "-t", "20", name, timeout_seconds=60)
+    _docker("stop", "-t", "20", name)
 
 
-def start_node(name: str, *, ready_within_seconds: float = 120) -> None:
+def start_node(name: str, *, ready_within_seconds: float = HANG_SECONDS) -> None:
     """Start the node after `kill_node` or `stop_node`, and wait until it is Ready."""
     bed, began = current_bed(), _now()
     before = cluster.addresses(bed).get(name)
@@ -85,7 +85,7 @@ def pause_node(name: str) -> None:
                 raise
 
 
-def unpause_node(name: str, *, ready_within_seconds: float = 120) -> None:
+def unpause_node(name: str, *, ready_within_seconds: float = HANG_SECONDS) -> None:
     began = _now()
     _docker("unpause", name)
     wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
@@ -99,7 +99,7 @@ def partition_node(name: str) -> None:
     cluster.in_node(current_bed(), name, f"{_lift()}; {'; '.join(_PARTITION).format(op='I')}")
 
 
-def rejoin_node(name: str, *, ready_within_seconds: float = 120) -> None:
+def rejoin_node(name: str, *, ready_within_seconds: float = HANG_SECONDS) -> None:
     """Undo `partition_node` and wait until the node is Ready.
 
     Connections that did not time out continue.
@@ -109,7 +109,7 @@ def rejoin_node(name: str, *, ready_within_seconds: float = 120) -> None:
     wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
 
 
-def heal_nodes(*, ready_within_seconds: float = 120) -> None:
+def heal_nodes(*, ready_within_seconds: float = HANG_SECONDS) -> None:
     """End every fault of this module on nodes, control ports and the store.
 
     Wait until all nodes are Ready.
@@ -226,7 +226,7 @@ def fill_disk(namespace: str, pod: str, container: str, path: str, size_bytes: i
     target = f"/proc/{first}/root{path}/{_FILL}"
     write = f"fallocate -l {size_bytes} {target} || head -c {size_bytes} /dev/zero > {target}"
     script = f"{{ {write}; }} 2>/dev/null || true; stat -c %s {target}"
-    return int(cluster.in_node(current_bed(), node, script, timeout_seconds=300))
+    return int(cluster.in_node(current_bed(), node, script))
 
 
 def free_disk(namespace: str, pod: str, container: str, path: str) -> None:
@@ -327,12 +327,12 @@ def _now() -> datetime:
     return datetime.now(UTC)
 
 
-def _docker(*words: str, timeout_seconds: float = 60) -> str:
-    return run(["docker", *words], env=current_bed().environment(), timeout_seconds=timeout_seconds)
+def _docker(*words: str) -> str:
+    return run(["docker", *words], env=current_bed().environment(), timeout_seconds=HANG_SECONDS)
 
 
 def _kubectl(*words: str) -> str:
-    return cluster.kubectl(current_bed(), "--request-timeout=10s", *words, timeout_seconds=20)
+    return cluster.kubectl(current_bed(), "--request-timeout=60s", *words, timeout_seconds=120)
 
 
 def find_container(pod: dict[str, Any], container: str) -> tuple[str, str]:

@@ -86,7 +86,7 @@ def send(bed: Bed, nodes: Collection[str], tags: Collection[str], known: Collect
     def take(node: str) -> str:
         command = ["docker", "exec", "-i", node, "ctr", "-n", "k8s.io", "images", "import", "-"]
         with file.open("rb") as data:
-            return run(command, env=bed.environment(), stdin=data, timeout_seconds=600)
+            return run(command, env=bed.environment(), stdin=data)
 
     each(take, nodes)
     size = file.stat().st_size / 1e6

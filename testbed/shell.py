@@ -85,7 +85,7 @@ def uv(*words: str | Path, log: Path | None = None) -> str:
     return run([program, *words, "--quiet"], cwd=REPOSITORY, log=log)
 
 
-def answers(command: Sequence[str | Path], *, env: Mapping[str, str], seconds: float = 20) -> bool:
+def answers(command: Sequence[str | Path], *, env: Mapping[str, str], seconds: float = 60) -> bool:
     """Return whether the command exits with 0 within `seconds`."""
     try:
         run(command, env=env, timeout_seconds=seconds)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from testbed import archive, engine
-from testbed.config import Bed
+from testbed.config import HANG_SECONDS, Bed
 from testbed.shell import BedError, run
 
 
@@ -49,7 +49,7 @@ def _containerd(bed: Bed, log: Path) -> Iterator[list[str]]:
             stdin=subprocess.DEVNULL,
         )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_SECONDS
         while not socket.exists():
             if time.monotonic() > deadline or daemon.poll() is not None:
                 raise BedError("containerd, which fills the nodes' image store, did not start")

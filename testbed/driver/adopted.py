@@ -10,10 +10,10 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from holdfast_core.contract import SIDECAR_CONTAINER
+from testbed.config import HANG_SECONDS
 from testbed.driver.jobs import TRAINER_IMAGE, Job, Training, checkpoint_policy
 from testbed.driver.kube import (
     GROUP,
-    HANG_SECONDS,
     VERSION,
     Object,
     ignore_missing,
@@ -246,13 +246,12 @@ class AdoptedObject(AdoptedJob):
         found: Object = self._objects("get", self.name)
         return found
 
-    def suspend(self, timeout_seconds: float) -> None:
+    def suspend(self) -> None:
         """Suspend the object and wait until its pods are gone."""
         self._objects("patch", self.name, {"spec": {"suspend": True}})
         wait_for(
             f"pods of {self.OWNER.kind} {self.namespace}/{self.name} to be gone",
             lambda: not self.pods(),
-            timeout_seconds=timeout_seconds,
             describe=self.describe,
         )
 

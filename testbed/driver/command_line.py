@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from testbed.driver.kube import HANG_SECONDS, kubeconfig_path
+from testbed.config import HANG_SECONDS
+from testbed.driver.kube import kubeconfig_path
 
 
 def run_holdfast(

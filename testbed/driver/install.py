@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from testbed import faults
-from testbed.config import current_bed
+from testbed.config import HANG_SECONDS, current_bed
 from testbed.driver.kube import Kube, kubeconfig_path, wait_for
 from testbed.images import image_label
 
@@ -16,6 +16,7 @@ NAMESPACE = "holdfast-system"
 RELEASE = "holdfast"
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/holdfast"
+WAIT = ("--wait", "--timeout", f"{HANG_SECONDS}s")
 
 VALUES = {
     "operator.image.repository": "holdfast/operator",
@@ -44,7 +45,7 @@ def helm(*arguments: str, check: bool = True) -> str:
         ["helm", "--kubeconfig", kubeconfig_path(), "-n", NAMESPACE, *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_SECONDS + 60,  # later than helm itself gives up
         env=env,
     )
     if check and done.returncode:
@@ -68,7 +69,7 @@ def install_arguments() -> list[str]:
 def upgrade(*more: str) -> str:
     """Install or upgrade the chart with the values of all scenarios and the arguments `more`."""
     arguments = install_arguments()
-    return helm("upgrade", "--install", *arguments, *more, "--wait", "--timeout", "120s")
+    return helm("upgrade", "--install", *arguments, *more, *WAIT)
 
 
 def revision() -> int:

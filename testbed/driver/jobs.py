@@ -16,11 +16,10 @@ from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
 from holdfast_core.names import member_pod_names
-from testbed.config import FAULTS
+from testbed.config import FAULTS, HANG_SECONDS
 from testbed.driver.digests import find_digests
 from testbed.driver.kube import (
     GROUP,
-    HANG_SECONDS,
     PLURALS,
     VERSION,
     Kube,

@@ -19,15 +19,10 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
-from testbed.config import FAULTS, POOL_LABEL
+from testbed.config import FAULTS, HANG_SECONDS, POOL_LABEL
 
 Object = dict[str, Any]
 T = TypeVar("T")
-
-HANG_SECONDS = 300.0
-"""Limit of each wait. Only a hang reaches it. Four scenarios share two cores, where the start of one
-gang has taken 80 seconds. A scenario has 600 seconds, so that a wait that hangs still tells what it waited
-for."""
 
 GROUP = "holdfast.dev"
 VERSION = "v1alpha1"

@@ -68,7 +68,7 @@ def start_registry(bed: Bed, _: Path) -> None:
     file.write_text(json.dumps(settings))
     asks = ["curl", "-sf", f"http://{standins.ADDRESS}/v2/"]
     serve: Command = [bed.bin / "registry", "serve", file]
-    engine.launch(bed, serve, "registry", lambda: answers(asks, env=os.environ), 20)
+    engine.launch(bed, serve, "registry", lambda: answers(asks, env=os.environ))
 
 
 def start_engine(bed: Bed, _: Path) -> str:

@@ -36,7 +36,7 @@ WORK = ROOT / "build/e2e"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.e2e)
-        item.add_marker(pytest.mark.timeout(600))
+        item.add_marker(pytest.mark.timeout(1800))
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +79,7 @@ def pool(request: pytest.FixtureRequest) -> str:
 def namespace(installed: Kube, pool: str, request: pytest.FixtureRequest) -> Iterator[str]:
     name = "e2e-" + re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
     installed.delete_namespace(name)
-    installed.wait_namespace_gone(name, 300)
+    installed.wait_namespace_gone(name)
     prepare_namespace(installed, name, pool=pool)
     yield name
     installed.delete_namespace(name)

@@ -47,7 +47,6 @@ def _wait_workers(job, workers: int, reason: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.node_faults
-@pytest.mark.timeout(600)  # it waits for two time-outs, and trains between them
 def test_an_elastic_gang_continues_without_a_node_and_grows_when_it_is_back(scenario):
     training = SameBits(workers=3, steps=700, sleep_per_step=0.15)
     apart = {

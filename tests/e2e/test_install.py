@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 from kubernetes import client
+from testbed.config import HANG_SECONDS
 from testbed.driver import install
 from testbed.driver.jobs import Training, store_manifest
 from testbed.driver.kube import PLURALS, Kube, is_true, kubeconfig_path, show, wait_for
@@ -27,7 +28,7 @@ def operator_spec(kube: Kube) -> dict:
 
 def kubectl(*arguments: str) -> str:
     command = [f"{install.testbed_bin()}/kubectl", "--kubeconfig", kubeconfig_path(), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -125,7 +126,7 @@ def test_a_reinstalled_operator_takes_over_the_jobs_of_the_one_before(scenario, 
         each.wait_persisted(20)
     pods = {p["metadata"]["uid"] for p in job.pods()}
 
-    install.helm("uninstall", install.RELEASE, "--wait", "--timeout", "120s")
+    install.helm("uninstall", install.RELEASE, *install.WAIT)
     assert custom_resources(kube) == sorted(f"{p}.holdfast.dev" for p in PLURALS.values())
     wait_for("the operator to go", lambda: not kube.pods(install.NAMESPACE))
     leftovers = json.loads(

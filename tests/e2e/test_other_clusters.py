@@ -44,7 +44,7 @@ def tenant(scenario: Scenario) -> Iterator[str]:
     name = f"{scenario.namespace[:50]}-tenant"
     kube = scenario.kube
     kube.delete_namespace(name)
-    kube.wait_namespace_gone(name, 300)
+    kube.wait_namespace_gone(name)
     prepare_namespace(kube, name, pool=SHARED)
     yield name
     kube.delete_namespace(name)

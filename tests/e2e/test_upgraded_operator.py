@@ -60,7 +60,7 @@ def lose_a_pod_during(change: Callable[[], str], tag: str, job: Job, worker: int
         )
         job.kube.delete_pod(job.namespace, job.pod_name(worker), grace_seconds=1)
         changed.result()
-    job.wait_round(before + 1, 400)
+    job.wait_round(before + 1)
     wait_for(
         f"no operator pod but those with tag {tag}",
         lambda: operator_tags(job.kube) == {tag},
@@ -73,7 +73,6 @@ def lose_a_pod_during(change: Callable[[], str], tag: str, job: Job, worker: int
     "Pods are lost while Helm replaces the operator, in an upgrade and in a rollback"
 )
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_a_job_loses_pods_during_an_upgrade_and_during_the_rollback(
     scenario, installed: Kube, next_image: None
 ):
@@ -86,13 +85,13 @@ def test_a_job_loses_pods_during_an_upgrade_and_during_the_rollback(
         )
     ]
     assert install.revision() == first + 1
-    job.wait_replicated(promised[0] + 40, 400)
-    back = ("rollback", install.RELEASE, str(first), "--wait", "--timeout", "120s")
+    job.wait_replicated(promised[0] + 40)
+    back = ("rollback", install.RELEASE, str(first), *install.WAIT)
     promised.append(lose_a_pod_during(lambda: install.helm(*back), "dev", job, 2))
     assert install.revision() == first + 2
     assert job.status["members"] == [0, 1, 2], "only the lost workers have new pods"
 
-    job.wait_complete(600)
+    job.wait_complete()
     recoveries = job.status["recoveries"]
     assert [r["workers"] for r in recoveries] == [[1], [2]]
     for recovery, step in zip(recoveries, promised, strict=True):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from testbed.cluster import ClusterAction, cni_config, decide_cluster, routes_script
 from testbed.config import Bed
-from testbed.engine import EngineAction, decide_engine, our_process, rules_to_delete
+from testbed.engine import EngineAction, decide_engine, launch, our_process, rules_to_delete
+from testbed.shell import BedError
 
 NODES = ("cp", "w1")
 
@@ -25,6 +26,14 @@ NODES = ("cp", "w1")
 def test_engine(answers: bool, dockerd: bool, containerd: bool, expected: EngineAction) -> None:
     found = decide_engine(answers=answers, dockerd_alive=dockerd, containerd_alive=containerd)
     assert found is expected
+
+
+def test_a_daemon_that_ends_at_its_start_is_reported_at_once(tmp_path: Path) -> None:
+    bed = Bed(tmp_path, local=True)
+    bed.prepare()
+    command = ["sh", "-c", "echo no room; exit 1"]
+    with pytest.raises(BedError, match=r"(?s)containerd did not start; .*no room"):
+        launch(bed, command, "containerd", lambda: False)
 
 
 @pytest.mark.parametrize(
