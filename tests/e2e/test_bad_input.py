@@ -136,12 +136,13 @@ def _wait_store(kube: Kube, namespace: str, name: str, status: str) -> Object:
 
 
 def _wait_not_accepted(job: Job, reason: str, *texts: str) -> None:
-    found = job.wait(
-        f"Accepted=False because of {reason}",
-        lambda: (c := condition(job.read(), "Accepted")).get("reason") == reason and c,
-    )
+    def probe() -> Object | None:
+        found = condition(job.read(), "Accepted")
+        says = found.get("reason") == reason and all(w in found["message"] for w in texts)
+        return found if says else None
+
+    found = job.wait(f"Accepted=False because of {reason} that contains {texts}", probe)
     assert found["status"] == "False"
-    assert_contains(found["message"], *texts)
     wait_event(job.kube, job.namespace, job.name, reason, *texts)
 
 

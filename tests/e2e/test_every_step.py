@@ -34,7 +34,7 @@ def test_a_slow_disk_keeps_the_newest_step_in_slots(scenario):
         )
         # Without the steps in slots, the gang would go back to the newest step on all nodes.
         step = job.status.get("lastCommittedStep", 0)
-        job.wait_step(job.live_step("holdfast_newest_step{") + 2)
+        job.wait_step(max(step, job.live_step("holdfast_newest_step{")) + 2)
         faults.kill_process(scenario.namespace, job.pod_name(2), "trainer", match="holdfast-rank")
         job.wait_round(1)
         status = job.status

@@ -25,7 +25,7 @@ def follow(scenario: Scenario, name: str) -> Job:
 
 
 def test_a_fork_of_a_job_that_trains_ends_in_the_bits_of_its_source(scenario):
-    source = scenario.start(LONG, object_every=10, keep_last=10)
+    source = scenario.start(LONG, object_every=10, keep_last=20)
     step = source.wait_persisted(20)["step"]
     refused = fork(source, "fork", 3)
     assert refused.returncode == 5, refused.stderr

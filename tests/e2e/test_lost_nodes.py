@@ -6,6 +6,7 @@ The tests of this file run one after the other, because a process of a parallel 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from testbed import faults
@@ -56,10 +57,12 @@ def _loses_and_returns(
 
 def test_a_paused_node_is_replaced_and_does_no_harm_when_it_returns(scenario, nodes_back):
     """A frozen node first returns while the gang waits for it, and then after its pod was replaced."""
-    patient = 20  # a node that is frozen for a moment is not lost
-    job = scenario.start(suspect_after_seconds=patient)
+    slow = replace(SHORT, sleep_per_step=0.5)  # both faults must hit the run
+    job = scenario.start(slow, suspect_after_seconds=600)  # a survivor that is late is not lost
     job.wait_replicated(20)
     _choice_waits_for_a_survivor_that_answers_late(job)
+    suspect = {"spec": {"nodeLoss": {"suspectAfterSeconds": 20}}}
+    job.kube.patch(job.KIND, job.namespace, job.name, suspect)
     _loses_and_returns(job, faults.pause_node, faults.unpause_node)
     scenario.finish_and_judge(job)
 

@@ -12,11 +12,19 @@ from testbed.driver.scenario import SHORT
 ENDS = ("input", "output")
 
 
-def _counted(job, name: str) -> float:
-    """Return the sum of a metric over all sidecars."""
-    texts = (job.kube.proxy_text(job.namespace, job.pod_name(w), 7072, "metrics") for w in range(3))
-    samples = (sample for text in texts for sample in metrics.parse(text or ""))
-    return sum(value for found, _, value in samples if found == name)
+def _compressed(job) -> list[float]:
+    """Return the bytes that all sidecars have compressed, and the bytes of the results."""
+
+    def texts() -> list[str] | None:
+        found = [
+            job.kube.proxy_text(job.namespace, name, 7072, "metrics") for name in job.pod_names()
+        ]
+        return None if None in found else found
+
+    read = job.wait("metrics of all sidecars", texts)
+    samples = [sample for text in read for sample in metrics.parse(text)]
+    names = (f"holdfast_compression_{end}_bytes_total" for end in ENDS)
+    return [sum(value for found, _, value in samples if found == name) for name in names]
 
 
 def _served_by(job) -> dict[int, str]:
@@ -40,7 +48,7 @@ def test_a_deleted_pod_is_rehydrated_from_a_peer(scenario):
     """A pod is deleted with a short grace period. Then each node of the job is drained, one after another."""
     # The drains must hit the run. The store has no step that is restored: a peer that has not received ROUND
     # yet refuses, and then the store is asked at once.
-    job = scenario.start(replace(SHORT, sleep_per_step=0.4), object_every=1000)
+    job = scenario.start(replace(SHORT, sleep_per_step=0.8), object_every=1000)
     job.wait_replicated(20)
     scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=1)
     job.wait_round(1)
@@ -60,10 +68,10 @@ def test_after_the_loss_of_all_pods_no_step_of_a_superseded_history_is_restored(
 
     The restored checkpoint was compressed for the store.
     """
-    slow = replace(SHORT, sleep_per_step=0.4)  # the failures must hit the run before its end
+    slow = replace(SHORT, sleep_per_step=1.0)  # the failures must hit the run before its end
     job = scenario.start(slow, interval=10, object_every=40, compression="Zstd")
     job.wait_persisted(40)
-    before, stored = (_counted(job, f"holdfast_compression_{end}_bytes_total") for end in ENDS)
+    before, stored = _compressed(job)
     assert 0 < stored < before
     job.wait_step(52)
     job.kube.lose_pods(job.namespace, [pod["metadata"]["name"] for pod in job.pods()])

@@ -41,7 +41,7 @@ def test_a_killed_sidecar_rank_and_container_restart_in_place(
 ) -> None:
     """Each dies in another pod, one after the other."""
     undisturbed = neighbour.start()
-    job = scenario.start(replace(SHORT, sleep_per_step=0.5))  # each loss must hit the run
+    job = scenario.start(replace(SHORT, sleep_per_step=1.0))  # each loss must hit the run
     step = job.wait_step(10)
     pods = job.pod_uids()
     refused = run_holdfast(scenario.namespace, "inject", "job/gpt", "--kill", "rank=2", "--yes")
@@ -80,7 +80,7 @@ def test_a_killed_sidecar_rank_and_container_restart_in_place(
 
     undisturbed.wait_complete()
     assert undisturbed.status["restartRound"] == 0, "the other job was not touched"
-    assert undisturbed.status["lastPersisted"]["step"] == 80, "its last step is in the store"
+    assert undisturbed.wait_persisted(80)["step"] == 80, "its last step is in the store"
     neighbour.finish_and_judge(undisturbed)
 
 

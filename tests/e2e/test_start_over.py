@@ -11,7 +11,7 @@ from testbed.driver.jobs import Job
 from testbed.driver.kube import condition
 from testbed.driver.scenario import SHORT
 
-SLOW = replace(SHORT, sleep_per_step=0.4)  # the pods must be lost during the run
+SLOW = replace(SHORT, sleep_per_step=0.8)  # the pods must be lost during the run
 
 
 def _lose_two(job: Job) -> None:
