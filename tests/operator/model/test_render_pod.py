@@ -111,9 +111,9 @@ def test_the_sidecar_is_native_probed_and_flushed() -> None:
     assert sidecar["image"] == "example/sidecar:1"
     assert sidecar["imagePullPolicy"] == "Always"
     started, ready = sidecar["startupProbe"], sidecar["readinessProbe"]
-    assert started["exec"]["command"] == ["holdfast-sidecar", "healthz", "--timeout", "25"]
+    assert started["exec"]["command"] == ["holdfast-sidecar", "healthz", "--timeout", "60"]
     assert ready["httpGet"] == {"path": "/readyz?wait=280", "port": 7072}
-    assert (started["timeoutSeconds"], ready["timeoutSeconds"]) == (30, 285)
+    assert (started["timeoutSeconds"], ready["timeoutSeconds"]) == (65, 285)
     assert "exec" in sidecar["lifecycle"]["preStop"]
     assert sidecar["resources"]["limits"]["memory"]
 

@@ -245,7 +245,7 @@ EXIT_SECONDS = 5
 """Part of the grace period that the preStop hook leaves for the sidecar to exit. The admission policy for
 adopted pods leaves the same."""
 
-_START_SECONDS = 25
+_START_SECONDS = 60
 """Longest time that one startup probe waits for the sidecar."""
 _FIRST_TRAINING_SECONDS = 280
 """Longest time that one readiness probe waits until the ranks train for the first time."""
@@ -436,7 +436,7 @@ def _sidecar_container(
             "exec": {"command": ["holdfast-sidecar", "healthz", "--timeout", str(_START_SECONDS)]},
             "periodSeconds": 1,
             "timeoutSeconds": _START_SECONDS + _PROBE_SECONDS,
-            "failureThreshold": 5,
+            "failureThreshold": 3,
         },
         # The pod is ready while its ranks train, because the PodDisruptionBudget counts ready pods. A command
         # every two seconds would take time from training. The answer waits for the first training, so that
