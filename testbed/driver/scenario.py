@@ -17,9 +17,6 @@ SHORT = Training(workers=3, steps=80, sleep_per_step=0.3, layers=1, width=32)
 hide a different order. A step sleeps much longer than it computes: on a busy machine a fault comes seconds
 late, and must hit the training before its end. Sleeping costs little while other scenarios run beside it."""
 
-SUSPECT_AFTER_SECONDS = 15
-"""The least time without a lease after which a node may be suspected. The default of the product is 20."""
-
 
 class Scenario:
     """Jobs of one scenario, and the checks at its end."""
@@ -46,7 +43,6 @@ class Scenario:
         self.jobs: list[Job] = []
 
     def start(self, training: Training = SHORT, name: str = "gpt", **options: Any) -> Job:
-        options.setdefault("suspect_after_seconds", SUSPECT_AFTER_SECONDS)
         job = Job(self.kube, self.namespace, name)
         self.jobs.append(job)
         return job.start(job_manifest(name, self.namespace, training, **options))

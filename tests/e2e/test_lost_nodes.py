@@ -29,7 +29,7 @@ def as_many_nodes_as_workers(scenario) -> Iterator[None]:
 
 @pytest.mark.fault("A node is killed on a real cluster")
 def test_a_killed_node_costs_one_round(scenario, as_many_nodes_as_workers, nodes_back):
-    job = scenario.start(suspect_after_seconds=20)  # the product's default
+    job = scenario.start()
     job.wait_step(25)
     nodes = {worker: job.node_of(worker) for worker in range(SHORT.workers)}
     assert len(set(nodes.values())) == len(nodes), f"one worker on each node, found {nodes}"
@@ -127,7 +127,7 @@ def test_a_worker_with_a_volume_on_a_killed_node_is_replaced_on_another(
 @pytest.mark.fault("Every sidecar is silent on a real cluster")
 def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
     """A pod is lost while no sidecar answers. The survivors hold the only copies and must not be deleted."""
-    job = scenario.start(object_every=None, suspect_after_seconds=20)  # a late lease is no silence
+    job = scenario.start(object_every=None)
     job.wait_step(25)
     survivors = {name: uid for name, uid in job.pod_uids().items() if name != job.pod_name(1)}
     with faults.sidecars_silent(scenario.nodes):
