@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from minio import Minio
+from minio.error import S3Error
 
 from testbed.driver.jobs import BUCKET, Job
 from testbed.driver.kube import Kube, Object
@@ -154,8 +155,12 @@ def stored_objects(store: Minio, namespace: str, job_uid: str) -> dict[str, str]
     for item in store.list_objects(BUCKET, prefix, recursive=True):
         key = item.object_name.removeprefix(prefix)
         if key.startswith("manifests/"):
-            with contextlib.closing(store.get_object(BUCKET, item.object_name)) as reply:
-                stored[key] = reply.read().decode()
+            try:
+                with contextlib.closing(store.get_object(BUCKET, item.object_name)) as reply:
+                    stored[key] = reply.read().decode()
+            except S3Error as error:
+                if error.code != "NoSuchKey":  # it was pruned after the listing
+                    raise
         else:
             stored[key] = item.etag
     return stored

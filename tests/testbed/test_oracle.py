@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from testbed.driver.oracle import Evidence, compare_digests, judge
+from minio import Minio
+from minio.error import S3Error
+from testbed.driver.oracle import Evidence, compare_digests, judge, stored_objects
 
 MANIFEST = "b3:" + "1" * 64
 SHARD = "b3:" + "2" * 64
@@ -115,3 +120,21 @@ def test_a_rollback_that_the_lineage_records_breaks_no_invariant() -> None:
     again = status(1, (20, 1)), status(2, (10, 0), 10)
     assert back(*again, reached=20) == "", "round 1 is off the lineage"
     assert "I5" in back(*again, reached=19)
+
+
+class PrunedStore:
+    """A store in which the manifest of step 10 is deleted between its listing and its read."""
+
+    def list_objects(self, *_: object, **__: object) -> list[Any]:
+        names = ("manifests/s000000000010/r000000.json", MANIFEST_KEY, SHARD_KEY)
+        return [SimpleNamespace(object_name=f"e2e/team/uid/{n}", etag="etag") for n in names]
+
+    def get_object(self, _: str, name: str) -> io.BytesIO:
+        if "s000000000010" in name:
+            none = cast(Any, None)
+            raise S3Error(none, "NoSuchKey", "it does not exist", name, "", "")
+        return io.BytesIO(STORED[MANIFEST_KEY].encode())
+
+
+def test_a_manifest_that_is_pruned_after_the_listing_is_not_stored():
+    assert stored_objects(cast(Minio, PrunedStore()), "team", "uid") == STORED
