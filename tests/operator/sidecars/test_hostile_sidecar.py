@@ -8,6 +8,7 @@ import socket
 import ssl
 from dataclasses import replace
 
+import aiohttp
 import pytest
 from tests.support.operator.bench import KEY, UID, bench, pod_view
 
@@ -142,8 +143,12 @@ async def test_an_inventory_that_is_larger_than_its_job_is_refused() -> None:
 
 
 @pytest.mark.fault("Silent pods accept connections and do not answer")
-async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
-    """Each silent pod accepts the connection and sends nothing, which blocks a call for seconds."""
+async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each silent pod accepts the connection and sends nothing, so that no call to it ends here."""
+    endless = aiohttp.ClientTimeout(total=None)
+    monkeypatch.setattr(aiohttp, "ClientTimeout", lambda **_: endless)
     async with bench() as b:
         pod = pod_view(0)
         await b.serve(pod)
@@ -156,12 +161,9 @@ async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
                 b.sidecars.follow(
                     KEY, uid, RestartRound(0), pods, None, frozenset(), ranks=5, gang=frozenset()
                 )
+            assert sum(len(b.sidecars.views(uid)) for uid in jobs) == 300
             b.seal(pod, 1)
             await b.until(lambda: b.view(pod).sealed_round == 1)
-            found = [v for uid in jobs for v in b.sidecars.views(uid)]
-            silent = [v for v in found if v.reachable is Reachable.NO]
-        assert len(found) == 300
-        assert len(silent) < 150
 
 
 @pytest.mark.fault("A coordinator has news all the time")
