@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -11,7 +12,8 @@ from typing import Any
 def operations(call: Callable[[], object]) -> int:
     """Return the number of byte codes that the interpreter executes during the call.
 
-    Work inside functions that are written in C counts as one operation.
+    Work inside functions that are written in C counts as one operation. No garbage is collected meanwhile:
+    its finalizers, also those of objects that other tests of the process have left, would count.
     """
     found = 0
 
@@ -23,17 +25,20 @@ def operations(call: Callable[[], object]) -> int:
             found += 1
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return found
 
 
 NOISE = 500
-"""Operations that two equal calls may differ by: the interpreter may collect garbage during one of them."""
+"""Operations that two equal calls may differ by: one of them may fill a cache."""
 
 
 def growth(cost: Callable[[int], int], number: int) -> float:

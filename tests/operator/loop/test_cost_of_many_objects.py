@@ -86,6 +86,26 @@ def finished(work: Coroutine[Any, Any, Any]) -> Any:
     raise AssertionError("the coroutine waits for something")
 
 
+class Left:
+    """An object with a finalizer in Python that only the collector of garbage finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        for _ in range(1000):
+            pass
+
+
+def test_finalizers_of_what_other_tests_have_left_do_not_count() -> None:
+    def call() -> list[list[int]]:
+        return [[] for _ in range(50_000)]  # enough for a collection
+
+    clean = operations(call)
+    Left()
+    assert operations(call) == clean
+
+
 @pytest.mark.fault(
     "Tenants create thousands of jobs, adoptions, stores, or Checkpoints that cannot be read"
 )
