@@ -418,10 +418,22 @@ class Job:
     # ---------------------------------------------------------------- the end
 
     def final_digests(self) -> dict[int, str]:
-        """Return each rank's SHA-256 of all training state, as the trainers printed it."""
-        return find_digests(
-            self.kube.logs(self.namespace, name, self.CONTAINER) for name in self.pod_names()
-        )
+        """Return each rank's SHA-256 of all training state, as the trainers printed it.
+
+        A job may be complete before the last lines of its pods are in their logs. The log of a pod that has
+        ended is whole.
+        """
+
+        def read() -> tuple[dict[int, str]] | None:
+            names = self.pod_names()
+            run = {pod["metadata"]["name"] for pod in self.pods() if not _has_ended(pod)}
+            found = find_digests(
+                self.kube.logs(self.namespace, name, self.CONTAINER) for name in names
+            )
+            return None if run.intersection(names) and len(found) < len(names) else (found,)
+
+        whole: tuple[dict[int, str]] = self.wait("the final digests", read)
+        return whole[0]
 
     def delete(self, timeout_seconds: float = HANG_SECONDS) -> None:
         """Delete the job and wait until its pods are gone."""
@@ -433,3 +445,7 @@ class Job:
             timeout_seconds=timeout_seconds,
             describe=lambda: show([p["metadata"]["name"] for p in self.pods()]),
         )
+
+
+def _has_ended(pod: Object) -> bool:
+    return pod["status"].get("phase") in ("Succeeded", "Failed")

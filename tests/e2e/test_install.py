@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("installed_again")]
 
 
 def operator_spec(kube: Kube) -> dict:
-    pod = kube.pod(install.NAMESPACE, str(install.operator_pod(kube)))
-    return pod["spec"]
+    name = wait_for("a Ready operator", lambda: install.operator_pod(kube))
+    return kube.pod(install.NAMESPACE, name)["spec"]
 
 
 def kubectl(*arguments: str) -> str:
