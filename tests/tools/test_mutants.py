@@ -134,12 +134,16 @@ def test_tests_that_import_another_copy_of_the_module_do_not_count(
     project: Project, tmp_path: Path
 ) -> None:
     source = project.root / "member/src"
-    result = Runs(project.root).run(project.mutant.tests, source, "sums.plain", tmp_path, 60)
+    result = Runs(project.root).run(
+        project.mutant.tests, source, "sums.plain", tmp_path, HANG_SECONDS
+    )
     assert result.verdict is Verdict.SURVIVED, "the copy is the one that is imported"
     other = tmp_path / "other"
     other.mkdir()
     project.test(f"import sys\nsys.path.insert(0, {str(source)!r})\n{TESTS}")
-    result = Runs(project.root).run(project.mutant.tests, other, "sums.plain", tmp_path, 60)
+    result = Runs(project.root).run(
+        project.mutant.tests, other, "sums.plain", tmp_path, HANG_SECONDS
+    )
     assert result.verdict is Verdict.NOT_RUN
     assert f"expected a file below {other}" in result.output
 
