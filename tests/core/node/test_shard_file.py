@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.support.hang import HANG_SECONDS
@@ -22,6 +23,10 @@ HEADER = shard_header(SIZE, chunk_bytes=BLOCK_BYTES)
 
 @pytest.fixture
 def tier(tmp_path: Path) -> DiskNodeTier:
+    return opened(tmp_path)
+
+
+def opened(tmp_path: Path) -> DiskNodeTier:
     tier = DiskNodeTier(tmp_path / "node", capacity_bytes=64 << 20)
     tier.open()
     return tier
@@ -101,7 +106,7 @@ def test_each_chunk_is_read_back_at_the_first_write_and_within_64_further_ones(c
 
 
 class Held:
-    """A payload whose first read starts a second writer, and waits a moment for it."""
+    """A payload whose first read waits until a second writer reads its own, or waits for the first writer."""
 
     def __init__(self, seed: int) -> None:
         self.source = BytesSource(payload(SIZE, seed=seed))
@@ -112,18 +117,38 @@ class Held:
         first = not self.begun.is_set()
         self.begun.set()
         if first and self.other is not None:
-            # The other writer must not read its payload now. If it does, this wait ends immediately.
-            self.other.begun.wait(0.5)
+            assert self.other.begun.wait(HANG_SECONDS)
         self.source.read_into(offset, buffer)
 
     def verified(self, byte_count: int) -> None:
         self.source.verified(byte_count)
 
 
-def test_one_of_two_writers_of_the_same_identity_is_refused(tier: DiskNodeTier) -> None:
+class ObservedLock:
+    """A lock that sets the event when a second thread is about to wait for it."""
+
+    def __init__(self, awaited: threading.Event) -> None:
+        self._lock = threading.Lock()
+        self._awaited = awaited
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._awaited.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_one_of_two_writers_of_the_same_identity_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two payloads of one step and rank would make two checkpoints of one step."""
     first, second = Held(1), Held(2)
     first.other = second
+    locks = SimpleNamespace(Lock=lambda: ObservedLock(second.begun))
+    monkeypatch.setattr("holdfast_core.node.tier.threading", locks)
+    tier = opened(tmp_path)
     with ThreadPoolExecutor(2) as threads:
         winner = threads.submit(tier.write_shard, HEADER, first)
         assert first.begun.wait(HANG_SECONDS)
