@@ -39,7 +39,10 @@ def _complete(scenario: Any, policy: str) -> tuple[Job, str]:
     job.wait_complete()
     uid = job.uid
     # The object of the last step may come after the end.
-    _until(job, "the objects", lambda: len(s := _objects(job)) >= 2 and s == _stored(job, uid))
+    _until(
+        job, "the objects", lambda: SHORT.steps in (s := _objects(job)) and s == _stored(job, uid)
+    )
+    assert len(_objects(job)) >= 2
     return job, uid
 
 
