@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tests.support.servers.ports import closed_port
 from tools import install_go
 from tools.install_go import MINIMUM, VERSION, NotInstalledError, install, target
 
@@ -149,10 +150,12 @@ def test_an_older_go_is_not_used(tmp_path: Path, proxy: Proxy, version: str) -> 
     assert "https://go.dev/dl/" in done.stderr
 
 
-def test_a_machine_without_go_and_without_a_proxy(tmp_path: Path, proxy: Proxy) -> None:
-    proxy.shutdown()
-    proxy.server_close()
-    done = run_script(tmp_path / "go", tmp_path)
+def test_a_machine_without_go_and_without_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closed_port() as port:
+        monkeypatch.setenv("GOPROXY", f"http://127.0.0.1:{port},direct")
+        done = run_script(tmp_path / "go", tmp_path)
     assert done.returncode == 1
     assert "Install Go >=" in done.stderr
     assert "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ used."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import shutil
@@ -208,7 +209,8 @@ def test_each_error_of_the_disk_has_its_class(number: int, expected: type[Holdfa
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """This process can open no further file."""
+    """This process can open no further file. What earlier tests have left is not closed meanwhile."""
+    gc.collect()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(number) for number in os.listdir("/proc/self/fd"))
     held: list[int] = []

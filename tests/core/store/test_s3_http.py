@@ -39,7 +39,7 @@ from holdfast_core.tiers.objects import FileRange
 
 SHORT = Timeouts(connect_seconds=2, idle_seconds=0.3)
 """For servers that are silent. A busy machine may be silent for as long, in tests that expect a reply."""
-PATIENT = Timeouts(connect_seconds=60, idle_seconds=60)
+PATIENT = Timeouts(connect_seconds=HANG_SECONDS, idle_seconds=HANG_SECONDS)
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
@@ -56,7 +56,7 @@ def server(
                 with contextlib.suppress(OSError):
                     connection, _ = listener.accept()
                     with connection:
-                        connection.settimeout(60)
+                        connection.settimeout(HANG_SECONDS)
                         if tls is not None:
                             with tls.wrap_socket(connection, server_side=True) as secure:
                                 script(secure)

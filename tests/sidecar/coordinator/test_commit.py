@@ -233,7 +233,7 @@ async def test_a_manifest_that_conflicts_at_the_end_is_not_put_again_without_a_p
         for rank in RANKS:
             shard = replace(world.shard(rank, 1), committed=True, uploaded=StoredAs())
             world.tell(rank, shards=(shard,), done=True)
-        await until(lambda: world.clock.sleepers > idle, "a pause", seconds=20)
+        await until(lambda: world.clock.sleepers > idle, "a pause")
 
 
 @pytest.mark.fault("A shard is damaged on its node before it was copied")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.clock import ManualClock
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_core.shm.shared_files import connect_unix
 from holdfast_sidecar.base.settings import HOOKS_SOCKET
@@ -56,7 +57,7 @@ async def test_a_flush_is_given_up_only_if_nothing_moves(
     flush, clock = Flush(), ManualClock()
     server = HookServer(folder, flush.done, lambda: flush.is_stuck, clock)
     await server.start()
-    with connect_unix(folder, HOOKS_SOCKET, timeout_seconds=60.0) as client:
+    with connect_unix(folder, HOOKS_SOCKET, timeout_seconds=HANG_SECONDS) as client:
         answer = asyncio.ensure_future(asyncio.to_thread(client.recv, len(FLUSHED)))
         await flush.seen()
         flush.is_stuck = stuck

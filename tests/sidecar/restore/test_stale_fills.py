@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.sidecar.reshard_world import NAMESPACE, WANTED, Gate, World, payload_of
+from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.faulty import Fault, Faults
 
@@ -218,8 +219,8 @@ async def test_a_cancelled_fill_writes_into_no_other_file(
     # Open enough files that one of them gets the number of the slot's descriptor.
     victims = [os.open(tmp_path / f"victim{i}", os.O_RDWR | os.O_CREAT, 0o600) for i in range(32)]
     gate.open()
-    assert await pools.fill.drain(60)
-    assert await pools.fetch.drain(60)
+    assert await pools.fill.drain(HANG_SECONDS)
+    assert await pools.fetch.drain(HANG_SECONDS)
     sizes = {os.fstat(victim).st_size for victim in victims}
     for victim in victims:
         os.close(victim)

@@ -33,7 +33,7 @@ async def test_a_seal_writes_all_that_was_handed_over_and_nothing_else(
         if dies:
             world.stager = world.process()  # the new process has received no ROUND
         for _ in range(2):  # a SEAL may be repeated
-            assert await world.stager.write_waiting(30)
+            assert await world.stager.write_waiting(HANG_SECONDS)
             assert world.node.begun == [1, 2, 3]
         assert world.stored() == [1, 2, 3]
         assert {r.header.world_size for r in world.node.list_shards()} == {2}

@@ -7,6 +7,7 @@ import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.pki import Authority
 from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import accepted, round_message
@@ -48,7 +49,7 @@ async def test_a_body_for_slow_members_is_buffered_in_pieces(tmp_path: Path) -> 
     port = server.sockets[0].getsockname()[1]
     members = tuple(replace(m, address=f"127.0.0.1:{port}:{port}") for m in message.members)
     state = accepted(replace(message, members=members))
-    peers = Peers(contract, client_context(files), lambda: state, call_seconds=60)
+    peers = Peers(contract, client_context(files), lambda: state, call_seconds=HANG_SECONDS)
 
     async def refuse(*_: object) -> None:
         raise AssertionError("a message to another worker was dispatched")

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.servers.flood import flood
 from tests.support.servers.pki import Authority
 from tests.support.servers.ports import silent_connections
@@ -119,7 +120,7 @@ async def ask(
             data=body,
             headers=headers,
             server_hostname=peer_dns_name(POD, JOB),
-            timeout=aiohttp.ClientTimeout(total=120),
+            timeout=aiohttp.ClientTimeout(total=HANG_SECONDS),
         ) as response,
     ):
         return response.status, json.loads(await response.read())

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.tiers.scratch import ScratchTier
 
@@ -28,7 +29,7 @@ CLIENT = "gpt-0-r0.uid.holdfast"
 ROUND = RestartRound(3)
 SIZE = 9 << 20
 Meddle = Callable[[bytearray], bytearray]
-OPTIONS = BulkOptions(connect_seconds=60, io_seconds=60, attempts=3)
+OPTIONS = BulkOptions(connect_seconds=HANG_SECONDS, io_seconds=HANG_SECONDS, attempts=3)
 
 
 @dataclass
