@@ -301,6 +301,7 @@ async def test_a_step_that_cannot_be_deleted_keeps_no_other_one(world: World) ->
     for _ in range(5):
         await world.go_on()
         assert [t.get_name() for t in asyncio.all_tasks()].count("prune") == 1
+    await until(lambda: world.clock.sleepers, "the pause after an attempt")
     refuses = False
     await world.go_on()
     await until(lambda: not world.failures.current, "the step is deleted")
