@@ -18,9 +18,9 @@ from tests.support.tiers.scratch import ScratchTier
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.keys import node_key
 from holdfast_core.ids import ByteRange
-from holdfast_core.messages.schema import ReadObject, Refusal
+from holdfast_core.messages.schema import ReadObject, ReadReply, Refusal
 from holdfast_core.net import ConnectionLimits, TlsFiles, client_context
-from holdfast_core.peer.protocol import PIECE_BYTES, send_message
+from holdfast_core.peer.protocol import PIECE_BYTES, receive_message, send_message
 from holdfast_core.peer.server import BulkLimits
 from holdfast_core.peer.store import copy_shard
 
@@ -150,7 +150,11 @@ def test_connections_of_a_member_are_bounded(certificates: tuple[TlsFiles, TlsFi
     limits = BulkLimits(connections=ConnectionLimits(per_caller=3), idle_seconds=HOUR)
     for pair in serving(certificates, limits):
         with ExitStack() as stack:
-            lines = [stack.enter_context(pair.peer().connected()) for _ in range(4)]
+            lines = []
+            for _ in range(4):
+                lines.append(stack.enter_context(pair.peer().connected()))
+                send_message(lines[-1].sock, ReadObject("absent"))
+                receive_message(lines[-1].sock, ReadReply)  # the server knows the caller now
             assert lines[0].sock.recv(1) == b"", "the oldest made room"
             assert copies(pair)
 
