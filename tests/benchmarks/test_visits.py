@@ -14,11 +14,12 @@ from benchmarks.datapath.saver import Started
 from benchmarks.datapath.state import differences, emptied, make
 from benchmarks.datapath.visit import Options
 from benchmarks.datapath.visits import Run, visit_part
+from tests.support.hang import HANG_SECONDS
 
 from holdfast_core.node.tier import DiskNodeTier
 
 
-def run(tmp_path: Path, lines: list[str], timeout_seconds: float = 120) -> Run:
+def run(tmp_path: Path, lines: list[str], timeout_seconds: float = HANG_SECONDS) -> Run:
     return Run(tmp_path, 1, 2, 0.1, timeout_seconds, lines.append)
 
 
