@@ -14,6 +14,7 @@ from tests.support.hang import HANG_SECONDS
 from tests.support.peer.bulk_pair import CLIENT, Handler, Pair, filled, started
 from tests.support.servers.flood import flood
 from tests.support.tiers.scratch import ScratchTier
+from tests.support.trainer.launched import until
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.keys import node_key
@@ -47,8 +48,9 @@ def copies(pair: Pair, size: int = 200_000) -> bool:
     return pair.copy(ScratchTier(), record.ref).record == record
 
 
-def bulk_threads() -> int:
-    return sum(thread.name == "bulk" for thread in threading.enumerate())
+def until_replaced_ones_end(pair: Pair) -> None:
+    """Wait until all connections are 128 strangers, and at most one member."""
+    until(lambda: pair.server.connections <= 128 + 1, "few connections")
 
 
 @pytest.mark.fault("Silent strangers connect to the bulk port from a member's address")
@@ -59,17 +61,18 @@ def test_silent_connections_do_not_stop_replication(
     for pair in serving(certificates, BulkLimits(handshake_seconds=HOUR)):
         with silent(pair.port, 400):
             assert copies(pair)
-            assert bulk_threads() <= 128 + 2
+            until_replaced_ones_end(pair)
 
 
 def test_a_flood_from_another_process_stops_no_replication(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
-    for pair in serving(certificates, BulkLimits(handshake_seconds=HOUR)):
+    limits = BulkLimits(ConnectionLimits(authenticated=8), handshake_seconds=HOUR)
+    for pair in serving(certificates, limits):
         with flood(pair.port):
             for _ in range(5):
                 assert copies(pair)
-                assert bulk_threads() <= 128 + 64 + 2
+                assert pair.server.connections <= 128 + 8 + 64, "64 of them are ending"
 
 
 @pytest.mark.fault("A stranger sends half a ClientHello to the bulk port")
