@@ -13,7 +13,7 @@ import pytest
 from tests.support import zygote
 from tests.support.hang import HANG_SECONDS
 from tests.support.servers.minio_server import MinioServer
-from tests.support.servers.ports import free_port
+from tests.support.servers.ports import closed_port
 from tests.support.trainer.counted import Training
 from tests.support.trainer.launched import children_of, is_alive, persisters_of, until
 
@@ -55,7 +55,10 @@ def test_a_run_whose_folder_lacks_the_newest_step_waits_for_the_store_and_says_s
         environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://{server.endpoint}"}
         command = [sys.executable, "-c", PROGRAM, str(folder), url]
         zygote.run(
-            [sys.executable, "-c", SAVE, str(folder), url], env=environment, check=True, timeout=120
+            [sys.executable, "-c", SAVE, str(folder), url],
+            env=environment,
+            check=True,
+            timeout=HANG_SECONDS,
         )
         lose(folder)
         server.kill()
@@ -90,23 +93,22 @@ with holdfast.Checkpointer(holdfast.Folder(sys.argv[1], store=sys.argv[2])) as c
 def test_the_persister_ends_if_its_trainer_is_killed_while_it_waits(
     folder: Path, url: str, tmp_path: Path
 ) -> None:
-    environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}
     log = tmp_path / "log"
-    with log.open("wb") as out:
+    with closed_port() as port, log.open("wb") as out:
         process = zygote.Popen(
             [sys.executable, "-c", PROGRAM, str(folder), url],
-            env=environment,
+            env={**os.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"},
             stdout=out,
             stderr=out,
         )
-    try:
-        until(lambda: "waiting for s3://" in log.read_text(), "the run says that it waits")
-        persisters = children_of(process.pid)
-        assert persisters
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    until(lambda: not any(map(is_alive, persisters)), "the persister has ended")
+        try:
+            until(lambda: "waiting for s3://" in log.read_text(), "the run says that it waits")
+            persisters = children_of(process.pid)
+            assert persisters
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        until(lambda: not any(map(is_alive, persisters)), "the persister has ended")
     assert "restored" not in log.read_text()
 
 

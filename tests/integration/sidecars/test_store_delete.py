@@ -13,7 +13,7 @@ import pytest
 from tests.support.hang import HANG_SECONDS
 from tests.support.servers.hostile_s3 import Hang, HostileProxy
 from tests.support.servers.minio_server import MinioServer
-from tests.support.servers.ports import free_port
+from tests.support.servers.ports import closed_port
 from tests.support.sidecar.commands import run_command, start_command, write_keys
 from tests.support.tiers.stored_checkpoints import NAMESPACE, StoredStep, store_step, values
 from tests.support.tiers.stores import s3_tier
@@ -108,8 +108,9 @@ def test_nothing_is_left_of_what_is_not_there(bed: Bed) -> None:
 @pytest.mark.fault("The store is down while a pod deletes checkpoints in it")
 def test_a_store_that_is_down_is_reported(bed: Bed) -> None:
     before = bed.stored()
-    down = replace(bed.config, endpoint=f"127.0.0.1:{free_port()}")
-    status, report = bed.run(bed.contract(0), down)
+    with closed_port() as port:
+        down = replace(bed.config, endpoint=f"127.0.0.1:{port}")
+        status, report = bed.run(bed.contract(0), down)
     assert (status, report["error"]) == (1, "UnavailableError")
     assert bed.stored() == before
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.servers.minio_server import MinioServer
-from tests.support.servers.ports import free_port
+from tests.support.servers.ports import closed_port
 from tests.support.sidecar.commands import run_command, write_keys
 from tests.support.tiers.stored_checkpoints import NAMESPACE, StoredStep, store_step, values
 from tests.support.tiers.stores import s3_tier
@@ -85,8 +85,9 @@ def test_a_missing_manifest_of_a_committed_checkpoint_is_damage(bed: Bed) -> Non
 
 @pytest.mark.fault("The store is down while a drill pod runs")
 def test_a_store_that_is_down_is_no_damage(bed: Bed) -> None:
-    down = StoreConfig(f"127.0.0.1:{free_port()}", False, "bucket", "drill", "us-east-1")
-    status, report = bed.run(down)
+    with closed_port() as port:
+        down = StoreConfig(f"127.0.0.1:{port}", False, "bucket", "drill", "us-east-1")
+        status, report = bed.run(down)
     assert (status, report["error"]) == (1, "UnavailableError")
 
 
