@@ -68,6 +68,12 @@ def batch_script() -> str:
     return str(found)
 
 
+def job_with_a_free_port() -> int:
+    """Return the number of a job whose port of the rendezvous, which follows from it, is free."""
+    assert "$((15000 + SLURM_JOB_ID % 10000))" in batch_script()
+    return next(port for port in iter(free_port, None) if 15_000 <= port < 25_000) - 15_000
+
+
 def start(folder: Path, job: int) -> subprocess.Popen[bytes]:
     """Start the batch script as slurm does on the first node of the job."""
     programs = folder / "programs"
@@ -97,7 +103,7 @@ def start(folder: Path, job: int) -> subprocess.Popen[bytes]:
 
 def test_the_slurm_script_trains_stops_before_its_time_limit_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "total").write_text(str(ENDLESS))
-    job = free_port()  # any number: the port of the rendezvous follows from it
+    job = job_with_a_free_port()
     process = start(tmp_path, job)
     started = (tmp_path / "step1").exists
     until(lambda: started() or process.poll() is not None, "a step")
