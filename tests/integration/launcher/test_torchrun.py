@@ -17,6 +17,7 @@ import pytest
 from tests.support import zygote
 from tests.support.hang import HANG_SECONDS
 from tests.support.servers.ports import free_port
+from tests.support.trainer.held import allow, held
 from tests.support.trainer.launched import children_of, committed_step, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # many starts of torch
@@ -150,11 +151,15 @@ def test_the_gang_goes_on_after_a_node_was_replaced_and_ends_in_the_same_bits(
     folder = tmp_path / "nodes"
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
-    command = ("train.py", "", str(STEPS), "0.5")
+    limit = tmp_path / "limit"
+    allow(limit, 12)
+    _, *program = held(limit, Path("train.py"))
+    command = (*program, "", str(STEPS), "0")
     port = free_port()
     nodes = [start_node(folder, node, port, *command) for node in range(2)]
     until(lambda: committed_step(folder / "ckpt") > 0, "a commit")
     lose(nodes[1])
+    allow(limit, None)
     # The new torchrun of node 1 has restarted nothing yet, and that of node 0 has.
     nodes[1] = start_node(folder, 1, port, *command)
     for process in nodes:
