@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.support.api_objects import ABSENT, job_object, merged
 from tests.support.chart import CHART
+from tests.support.hang import HANG_SECONDS
 from tests.support.operator.hostile_templates import HOSTILE_TEMPLATES
 from tests.support.operator.operator_account import USER, rights
 from tests.support.operator.waiting import poll
@@ -487,7 +488,8 @@ def test_uninstall_keeps_crds_and_jobs_and_nothing_else(helm: Helm) -> None:
         at = ("-n", "holdfast-system", f"--kubeconfig={cp.kubeconfig}")
         helm("install", "holdfast", str(CHART), *at)
         helm("upgrade", "holdfast", str(CHART), *at)
-        cp.kubectl("wait", "--for=condition=Established", "crd", "trainingjobs.holdfast.dev")
+        limit = f"--timeout={HANG_SECONDS:.0f}s"
+        cp.kubectl("wait", "--for=condition=Established", limit, "crd", "trainingjobs.holdfast.dev")
         cp.apply(job_object())
         helm("uninstall", "holdfast", *at)
         left = cp.kubectl(
