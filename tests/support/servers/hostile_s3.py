@@ -316,7 +316,9 @@ class _Connection(socketserver.StreamRequestHandler):
         if isinstance(action, DropRequestHeader):
             headers = self._without(seen, headers, action.name)
         limit = action.after_bytes if isinstance(action, CutRequest | FreezeRequest) else None
-        reply = self._forward(seen, headers, length, limit, action)
+        # The client of a Hang cannot tell when the store is done. Later requests wait until it is.
+        with proxy._lock if isinstance(action, Hang) else contextlib.nullcontext():
+            reply = self._forward(seen, headers, length, limit, action)
         self._apply(seen, reply, action)
         return True
 
