@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.shards.file import ShardHeader
 
 Array = np.ndarray[Any, Any]
+
+
+def delete_at_once(root: Path) -> None:
+    """Delete a folder that a persister uses. A file that it creates meanwhile stops no deletion."""
+    deleted = root.with_name(f"{root.name}-deleted")
+    root.rename(deleted)
+    shutil.rmtree(deleted)
 
 
 def write_checkpoint(

@@ -17,6 +17,7 @@ import torch
 from tests.support import zygote
 from tests.support.crash.failpoints import in_every_python
 from tests.support.hang import HANG_SECONDS
+from tests.support.shards.folders import delete_at_once
 from tests.support.trainer.dict_store import DictStore
 from tests.support.trainer.launched import committed_step, until
 
@@ -195,7 +196,7 @@ def test_a_training_locks_its_folder_again_after_a_deletion(tmp_path: Path, what
         if what:
             (folder / what).unlink()
         else:
-            shutil.rmtree(folder)
+            delete_at_once(folder)
         saves_again(first)
         with (
             holdfast.Checkpointer(dir=folder) as second,
@@ -210,7 +211,7 @@ def test_a_training_does_not_save_into_a_folder_that_another_training_uses(tmp_p
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as first:
         first.save(1, state()).wait(timeout=HANG_SECONDS)
-        shutil.rmtree(folder)
+        delete_at_once(folder)
         second = training(folder)
         with pytest.raises(SaveFailedError, match=rf"process {second.pid} on \S+ trains in it"):
             first.save(2, state()).wait(timeout=HANG_SECONDS)

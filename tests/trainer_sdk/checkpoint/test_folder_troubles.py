@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.support.hang import HANG_SECONDS
 from tests.support.shards.builders import BytesSource, payload, rank_layout_and_plan
+from tests.support.shards.folders import delete_at_once
 from tests.support.trainer.launched import committed_step, persisters_of, until
 
 import holdfast
@@ -212,7 +213,7 @@ def test_a_deleted_folder_is_created_again(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     with holdfast.Checkpointer(dir=folder) as ckpt:
         ckpt.save(1, state(1)).wait(timeout=HANG_SECONDS)
-        shutil.rmtree(folder)
+        delete_at_once(folder)
         until(lambda: is_saved(ckpt, 2), "a save into the new folder")
     assert committed_step(folder) == 2
     with holdfast.Checkpointer(dir=folder) as ckpt:
