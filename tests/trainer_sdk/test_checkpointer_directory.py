@@ -362,8 +362,9 @@ def test_a_save_that_waits_for_a_slot_outlasts_a_folder_that_is_away_for_a_momen
             os.kill(pid, signal.SIGKILL)
         until(lambda: "cannot serve this rank" in caplog.text, "a persister that refuses")
         time.sleep(0.5)  # the save looks at its slots some times
-        (root / "tier").unlink()
-        (root / "away").rename(root / "tier")
+        # In one step: a persister that found nothing at all would create the directory.
+        (root / "back").symlink_to("away", target_is_directory=True)
+        (root / "back").replace(root / "tier")
 
     place = holdfast.Folder(root, slots=2)
     with holdfast.Checkpointer(place, interval_steps=0) as ckpt, ThreadPoolExecutor(1) as other:
@@ -501,8 +502,12 @@ def test_slots_of_a_killed_process_are_found_beside_a_live_one(
     assert list(memory.iterdir()) == []
 
 
-def test_an_unreferenced_checkpointer_releases_everything(tmp_path: Path, memory: Path) -> None:
+def test_an_unreferenced_checkpointer_releases_everything(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cell of a notebook that runs again drops its first Checkpointer."""
+    monkeypatch.setattr("holdfast.checkpointer._RELEASE_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(folder, "_LEAVE_AFTER_ERROR_SECONDS", HANG_SECONDS)
     state = {"t": torch.zeros(1 << 12)}
     ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt")
     for step in (1, 2):
