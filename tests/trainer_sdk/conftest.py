@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.hang import HANG_SECONDS
 from tests.support.trainer.watched_sidecar import WatchedSidecar
 from tests.support.zygote.persisters import forked_persisters
 
-from holdfast.places import slot_directory
+from holdfast.places import pod, slot_directory
 
 
 def _handlers_left() -> dict[str, object]:
@@ -37,6 +38,14 @@ def _default_signal_handlers() -> Iterator[None]:
 def persister_starts() -> Iterator[None]:
     """Fork persisters. A test of their start overrides this fixture."""
     with forked_persisters():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _patience() -> Iterator[None]:
+    """Wait for the sidecar as long as a busy machine may need. Without a connection, saves fail."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pod, "_FIRST_CONNECT_SECONDS", HANG_SECONDS)
         yield
 
 

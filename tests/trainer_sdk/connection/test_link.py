@@ -108,7 +108,7 @@ def events() -> Events:
 
 @pytest.fixture
 def link(other: Other, events: Events) -> Iterator[Link]:
-    link = Link(other.connect, events, peer="the other side")
+    link = Link(other.connect, events, hello_seconds=HANG_SECONDS, peer="the other side")
     events.link = link
     yield link
     link.close()
@@ -141,7 +141,7 @@ def test_an_exception_does_not_end_the_thread(
         connection.close()
     if begins_again:
         connection = other.greet(1)
-    assert link.wait_connected(60)
+    assert link.wait_connected(HANG_SECONDS)
     if where == "reply":
         first = link.submit(Restore(ROUND, Rank(0)))
         first.add_done_callback(raise_it)
@@ -164,7 +164,7 @@ def test_a_link_retries_a_connection_that_cannot_be_opened(
     other.failures.append(error)
     link.start()
     other.greet()
-    assert link.wait_connected(60)
+    assert link.wait_connected(HANG_SECONDS)
     assert events.calls.count("disconnected") == 1
 
 
@@ -183,7 +183,7 @@ def test_the_round_is_known_before_the_connection_is_announced(
     """Otherwise a caller that waited for the connection would send its request in round 0."""
     link.start()
     other.greet()
-    assert link.wait_connected(60)
+    assert link.wait_connected(HANG_SECONDS)
     assert events.was_ready == [False]
 
 
@@ -192,7 +192,7 @@ def test_a_message_that_cannot_be_queued_fails_at_once(other: Other, link: Link)
     """Such a message is not lost with a connection, so it would never be sent again."""
     link.start()
     other.greet()
-    assert link.wait_connected(60)
+    assert link.wait_connected(HANG_SECONDS)
     futures = []
     while not (futures and futures[-1].done()):  # the peer reads nothing
         futures.append(link.submit(LauncherPlan(ROUND, stacks_token="x" * 500_000)))

@@ -218,14 +218,14 @@ def test_a_close_waits_longer_for_the_comparison_of_a_repeated_save(tmp_path: Pa
     assert not session.wait_acknowledged(0.01)
     reply = threading.Timer(0.2, link.sent[1][1].set_result, [Ok(ROUND)])
     reply.start()
-    assert session.wait_acknowledged(0.01, 60)
+    assert session.wait_acknowledged(0.01, HANG_SECONDS)
     assert session.saves.was_acknowledged(again)
     save(session, ring.slots[2], 11)
-    assert not session.wait_acknowledged(0.01, 60), "a first save is replied to at once"
+    assert not session.wait_acknowledged(0.01, HANG_SECONDS), "a first save is replied to at once"
     link.sent[2][1].set_result(Ok(ROUND))
     save(session, ring.slots[0], 11)
     link.is_connected = False
-    assert not session.wait_acknowledged(0.01, 60), "no reply can arrive"
+    assert not session.wait_acknowledged(0.01, HANG_SECONDS), "no reply can arrive"
     reply.join()
 
 

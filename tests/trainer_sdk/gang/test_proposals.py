@@ -337,7 +337,9 @@ def test_without_a_secret_an_invalid_proposal_only_uses_up_its_number(text: str)
 
 
 @pytest.mark.fault("The gang's store ends")
-def test_a_store_that_fails_raises_in_the_training_thread() -> None:
+def test_a_store_that_fails_raises_in_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.gang.agreement._CLOSE_SECONDS", HANG_SECONDS)
+
     class Gone(DictStore):
         failed = threading.Event()
 

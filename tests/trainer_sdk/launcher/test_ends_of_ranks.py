@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from tests.support.hang import HANG_SECONDS
 from tests.support.sidecar.waiting import until
+from tests.support.trainer.launched import stop
 
 from holdfast.base.settings import RankSettings, single_thread_defaults
 from holdfast.launcher.forkserver import (
@@ -69,7 +70,7 @@ def test_a_rank_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         async with executed("sleep", "600") as (processes, server):
             (rank,) = processes.ranks
             await rank.forked.wait()
-            os.kill(server, signal.SIGSTOP)
+            stop(server)
             with pytest.raises(ForkServerError) as refused:
                 await processes.end_ranks()
             await processes.end_ranks()  # as when the launcher leaves after the error

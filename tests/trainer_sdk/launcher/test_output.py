@@ -47,7 +47,11 @@ class Log(io.BytesIO):
 
 
 @pytest.mark.parametrize("version", ["\r{}", "{}\r"])
-def test_a_progress_bar_is_shown_before_its_line_ends(version: str) -> None:
+def test_a_progress_bar_is_shown_before_its_line_ends(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.launcher.output._BAR_SECONDS", HANG_SECONDS)
+
     async def shown() -> list[str]:
         log = Log()
         read, write = os.pipe()
