@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from kubernetes import client
-from tests.support.servers.ports import free_port
+from tests.support.servers.ports import closed_port
 
 from holdfast_cli import checks
 from holdfast_cli.checks import RIGHTS, Check, CheckLevel, Findings, Unread, examine
@@ -378,9 +378,10 @@ def test_a_server_that_answers_nothing_still_has_a_report() -> None:
 @pytest.mark.fault("The API server is away, and doctor is asked")
 def test_a_server_that_is_away_costs_one_request() -> None:
     configuration = type.__call__(client.Configuration)
-    configuration.host, configuration.retries = f"http://127.0.0.1:{free_port()}", False
-    away = ClusterClient(client.ApiClient(configuration), "team-a", "here", configuration.host)
-    found = examine(gather(away, "gpt", None))
+    with closed_port() as port:
+        configuration.host, configuration.retries = f"http://127.0.0.1:{port}", False
+        away = ClusterClient(client.ApiClient(configuration), "team-a", "here", configuration.host)
+        found = examine(gather(away, "gpt", None))
     assert found[0].level is CheckLevel.FAILURE and "cannot be reached" in found[0].found
     assert CheckLevel.OK not in levels(found)
     assert doctor_result(found).exit is Exit.FAILED

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tests.support.hang import HANG_SECONDS
 from tests.support.operator.builders import UID, checkpoint, job, status
-from tests.support.servers.ports import free_port
+from tests.support.servers.ports import closed_port
 
 from holdfast_cli import program
 from holdfast_cli.cluster import ClusterClient
@@ -187,12 +187,18 @@ def test_a_context_is_used_without_an_active_one(tmp_path: Path, server: ApiServ
     assert "kubectl config get-contexts" in complaint(config, "list")
 
 
+@pytest.fixture
+def away() -> Iterator[str]:
+    """Return the URL of an API server that does not run."""
+    with closed_port() as port:
+        yield f"http://127.0.0.1:{port}"
+
+
 @pytest.mark.fault("The CLI cannot reach the API server")
-def test_an_api_server_that_cannot_be_reached(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    config = kubeconfig(tmp_path / "config", url, {"here": None}, "here")
+def test_an_api_server_that_cannot_be_reached(tmp_path: Path, away: str) -> None:
+    config = kubeconfig(tmp_path / "config", away, {"here": None}, "here")
     line = complaint(config, "status", "gpt")
-    assert f"{url} of context here cannot be reached" in line
+    assert f"{away} of context here cannot be reached" in line
     assert "refused" in line and "check that the cluster runs" in line
 
 
@@ -222,18 +228,18 @@ ON_A_CLUSTER = {
 @pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"completion", "doctor"}))
 def test_every_verb_says_which_api_server_cannot_be_reached(
     tmp_path: Path,
+    away: str,
     verb: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`completion` has no names then, and `doctor` is a list of what is wrong."""
-    url = f"http://127.0.0.1:{free_port()}"
-    config = kubeconfig(tmp_path / "config", url, {"here": None}, "here")
+    config = kubeconfig(tmp_path / "config", away, {"here": None}, "here")
     monkeypatch.setattr("holdfast_cli.cluster.KUBECONFIG", str(config))
     assert program.run([verb, *ON_A_CLUSTER[verb]], "kubectl holdfast") == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert f"{url} of context here cannot be reached" in err
+    assert f"{away} of context here cannot be reached" in err
 
 
 @pytest.mark.fault("The CLI meets custom resources of another version")

@@ -164,7 +164,7 @@ def rank() -> Any:
         "ctypes.CDLL(None).prctl(15, b'holdfast-rank87', 0, 0, 0)\n"
         "child = os.fork()\n"
         "if child: print(child, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from kubernetes import client
+from tests.support.trainer.launched import until
 
 from holdfast_cli.cluster import READ_TRIES, ClusterClient
 from holdfast_cli.errors import NotFound, StateError, Unanswered, UsageError
@@ -314,9 +315,15 @@ def cluster(played: Played) -> ClusterClient:
     return ClusterClient(client.ApiClient(configuration), "team-a", "here", configuration.host)
 
 
-def shown(cluster: ClusterClient, notes: list[str] | None = None, **options: Any) -> list[str]:
+def shown(
+    cluster: ClusterClient,
+    notes: list[str] | None = None,
+    found: list[str] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Return the lines that are shown. They are in `found` as soon as they are."""
     logs = JobLogs(cluster, WantedLogs("gpt", **options), ([] if notes is None else notes).append)
-    found: list[str] = []
+    found = [] if found is None else found
 
     def show(line: LogLine) -> None:
         found.append(str(line))
@@ -388,6 +395,7 @@ def test_a_follower_survives_breaks_and_new_pods_and_ends_with_the_job(
     monkeypatch.setattr("holdfast_cli.logs._LOOK_SECONDS", 0.1)
     monkeypatch.setattr("holdfast_cli.logs._SORT_SECONDS", 0.05)
     first = played.add(0)
+    found: list[str] = []
 
     def breaks(out: Any) -> None:
         out(stamped(1, "[rank 0] a") + b"\n" + stamped(2, "[rank 0] b") + b"\n")
@@ -395,6 +403,7 @@ def test_a_follower_survives_breaks_and_new_pods_and_ends_with_the_job(
 
     def next_round(out: Any) -> None:
         lines_of(stamped(1, "[rank 0] a"), stamped(2, "[rank 0] b"), stamped(3, "[rank 0] c"))(out)
+        until(lambda: "[rank 0] c" in found, "the last line of the first pod")
         del played.pods[first]
         second = played.add(0, birth=1)
         played.logs[second] = [ends]
@@ -407,7 +416,7 @@ def test_a_follower_survives_breaks_and_new_pods_and_ends_with_the_job(
         played.status["conditions"] = [{"type": "Complete", "status": "True", "reason": "x"}]
 
     played.logs[first] = [breaks, next_round]
-    assert shown(cluster, follow=True) == [f"[rank 0] {letter}" for letter in "abcd"]
+    assert shown(cluster, found=found, follow=True) == [f"[rank 0] {x}" for x in "abcd"]
 
 
 @pytest.mark.fault("The API server is away for a time while logs are followed")

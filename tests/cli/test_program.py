@@ -18,10 +18,15 @@ _COUNT = f"print(*sorted(m for m in {HEAVY!r} if m in sys.modules), file=sys.std
 
 
 def start(program: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a new interpreter, which prints on stderr the heavy packages that it has imported."""
+    """Run a command in a new interpreter, which prints on stderr the heavy packages that it has imported.
+
+    Completion waits for kubectl as long as a busy machine may need.
+    """
     code = (
         "import atexit, sys\n"
         f"atexit.register(lambda: {_COUNT})\n"
+        "from holdfast_cli import completion\n"
+        f"completion.TIMEOUT_SECONDS = {HANG_SECONDS}\n"
         "from holdfast_cli.program import run\n"
         f"sys.exit(run(sys.argv[1:], {program!r}))\n"
     )
@@ -151,7 +156,7 @@ def test_a_target_is_completed_by_names_of_the_cluster(kubectl: Path, tmp_path: 
     found = completed(kubectl, tmp_path, "-n", "team-a", "verify", "")
     assert found == ["plain,gpt", "plain,checkpoint/gpt-s40-r0"]
     log = (tmp_path / "log").read_text()
-    assert "--namespace=team-a" in log and "--request-timeout=2s" in log
+    assert "--namespace=team-a" in log and f"--request-timeout={HANG_SECONDS:g}s" in log
     assert completed(kubectl, tmp_path, "verify", "checkpoint/g") == ["plain,checkpoint/gpt-s40-r0"]
     assert completed(kubectl, tmp_path, "import", "st") == ["plain,store/main"]
     assert completed(kubectl, tmp_path, "merge", "a", "-n", "team-b", "gp") == ["plain,gpt"]

@@ -60,6 +60,8 @@ def test_a_long_wait_says_what_it_waits_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saves = in_phase("InProgress", "the save is in progress")
+    clock = ManualClock()  # no time passes, so that there is nothing to say yet
+    monkeypatch.setattr(saving, "Waiting", lambda: progress.Waiting(now=clock.monotonic))
     saved({}, {}, saves, saves, in_phase("Committed"))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(saving, "Waiting", lambda: progress.Waiting(quiet_seconds=0.0))
