@@ -16,6 +16,7 @@ until a test of another file finds no free descriptor, or one whose number is to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import os
@@ -59,14 +60,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 @pytest.fixture(autouse=True, scope="module")
 def _closed_files() -> Iterator[None]:
     """Fail the last test of a file that leaves many files open."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(_open_files())
     yield
-    if len(os.listdir("/proc/self/fd")) - before > _LEFT_OPEN:
+    if len(_open_files()) - before > _LEFT_OPEN:
         gc.collect()
-        left = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        assert len(left) - before <= _LEFT_OPEN, (
-            f"files that the tests of this file left open: {left}"
-        )
+        left = _open_files()
+        assert len(left) - before <= _LEFT_OPEN, f"the tests of this file left files open: {left}"
+
+
+def _open_files() -> list[str]:
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread has closed it
+            found.append(os.readlink(descriptor))
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)
