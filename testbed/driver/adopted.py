@@ -170,20 +170,10 @@ class AdoptedJob(Job):
         return found
 
     def delete(self, timeout_seconds: float = HANG_SECONDS) -> None:
-        """Delete both objects, and wait until the pods and the Secrets of the gang are gone."""
+        """Delete both objects, and wait until nothing of the gang is left."""
         with ignore_missing():
             self.delete_owner()
-        Job.delete(self, timeout_seconds)
-        wait_for(
-            f"Secrets of {self.namespace}/{self.name} to be deleted",
-            lambda: not self._secrets(),
-            timeout_seconds=timeout_seconds,
-        )
-
-    def _secrets(self) -> list[str]:
-        listed = self.kube.plain(self.kube.core.list_namespaced_secret(self.namespace))["items"]
-        names = [str(item["metadata"]["name"]) for item in listed]
-        return [name for name in names if name.startswith(f"{self.name}-holdfast-certs-")]
+        super().delete(timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,7 +273,11 @@ class Job:
         return member_pod_names(self.read())
 
     def pods(self) -> list[Object]:
-        return self.kube.pods(self.namespace, f"holdfast.dev/job={self.name}")
+        return self.kube.pods(self.namespace, self._selector)
+
+    @property
+    def _selector(self) -> str:
+        return f"holdfast.dev/job={self.name}"
 
     def pod_uids(self) -> dict[str, str]:
         """Return the uid of each pod of the job by name."""
@@ -436,15 +440,31 @@ class Job:
         return whole[0]
 
     def delete(self, timeout_seconds: float = HANG_SECONDS) -> None:
-        """Delete the job and wait until its pods are gone."""
+        """Delete the job and wait until nothing of its gang is left (I7). Its Checkpoints may be retained."""
         self.close()
         self.kube.delete(self.KIND, self.namespace, self.name)
         wait_for(
-            f"pods of {self.namespace}/{self.name} to be deleted",
-            lambda: not self.pods(),
+            f"what belongs to {self.namespace}/{self.name} to be deleted",
+            lambda: not self.leftovers(),
             timeout_seconds=timeout_seconds,
-            describe=lambda: show([p["metadata"]["name"] for p in self.pods()]),
+            describe=lambda: show(self.leftovers()),
         )
+
+    def leftovers(self) -> list[str]:
+        """Return kind and name of each object that exists for the gang."""
+        policy, network = client.PolicyV1Api(self.kube.api), client.NetworkingV1Api(self.kube.api)
+        lists = {
+            "Pod": self.kube.core.list_namespaced_pod,
+            "Secret": self.kube.core.list_namespaced_secret,
+            "Service": self.kube.core.list_namespaced_service,
+            "PodDisruptionBudget": policy.list_namespaced_pod_disruption_budget,
+            "NetworkPolicy": network.list_namespaced_network_policy,
+        }
+        found = []
+        for kind, listed in lists.items():
+            items = self.kube.read(listed, self.namespace, label_selector=self._selector)["items"]
+            found += [f"{kind} {item['metadata']['name']}" for item in items]
+        return found
 
 
 def _has_ended(pod: Object) -> bool:

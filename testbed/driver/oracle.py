@@ -6,7 +6,7 @@
 - I4: within a level's promise the committed step never goes back.
 - I5: no round commits after a newer one has begun.
 - I6: progress resumes within a bound once faults stop (the waits of the scenario).
-- I7: nothing leaks (pods, Secrets, Services, multipart uploads, temporary files).
+- I7: nothing leaks (multipart uploads, temporary files). `Job.delete` waits until nothing of a gang is left.
 
 `judge` is pure: it receives the observations and returns the violations as sentences.
 """
@@ -23,7 +23,7 @@ from minio import Minio
 from minio.error import S3Error
 
 from testbed.driver.jobs import BUCKET, Job
-from testbed.driver.kube import Kube, Object
+from testbed.driver.kube import Object
 from testbed.driver.store import store_client
 
 
@@ -187,21 +187,6 @@ def gather(job: Job, *, copies: int = 1) -> Evidence:
         uploads_in_progress=uploads_in_progress(store, job.namespace, uid),
         copies=copies,
     )
-
-
-def leaks_after_delete(kube: Kube, namespace: str, job_name: str) -> list[str]:
-    """Return a sentence for each object that a deleted job has left (I7)."""
-    left = [
-        f"I7: pod {p['metadata']['name']}"
-        for p in kube.pods(namespace, f"holdfast.dev/job={job_name}")
-    ]
-    for item in kube.plain(kube.core.list_namespaced_secret(namespace))["items"]:
-        if item["metadata"]["name"].startswith(f"{job_name}-certs-"):
-            left.append(f"I7: Secret {item['metadata']['name']}")
-    for item in kube.plain(kube.core.list_namespaced_service(namespace))["items"]:
-        if item["metadata"]["name"] == job_name:
-            left.append(f"I7: Service {job_name}")
-    return left
 
 
 def digest_of(values: Iterable[str]) -> str:
