@@ -29,7 +29,7 @@ from holdfast_core.messages.schema import (
     Failure,
     RestorePoint,
 )
-from holdfast_operator.decide.checkpoints import PRUNE_TURN_SECONDS
+from holdfast_operator.decide.checkpoints import PRUNE_TURN_SECONDS, WRITES_PER_PASS
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.report.status import LEVELS_EVERY_SECONDS
 from holdfast_operator.model.actions import (
@@ -296,20 +296,35 @@ def test_steps_that_sidecars_protect_hold_up_no_other_prune() -> None:
 
 
 @pytest.mark.fault("The store refuses for ever to delete some checkpoints of a job")
-def test_prunes_that_fail_hold_up_no_other_for_ever() -> None:
-    """At most four are ordered at a time, and each of them is repeated until it is carried out."""
-    refused = tuple(checkpoint(step, 2, phase="Deleting") for step in (31, 32, 33, 34))
-    doomed = (*refused, checkpoint(40, 2, phase="Deleting"), *FOUR[1:])
-    given = world(committed=persisted(70), checkpoints=doomed)
-    first = decide(given, now())
-    wanted = [c.name for c in refused]
-    assert names(list(first.actions)) == wanted
-    again = decide(replace(given, memory=first.memory), now(1000.0 + PRUNE_TURN_SECONDS - 1))
-    assert names(list(again.actions)) == wanted
-    later = decide(replace(given, memory=again.memory), now(1000.0 + PRUNE_TURN_SECONDS))
-    assert names(list(later.actions)) == ["job-l2msg4-s40-r2", *wanted[:3]]
-    last = decide(replace(given, memory=later.memory), now(1000.0 + 2 * PRUNE_TURN_SECONDS))
-    assert wanted[3] in names(list(last.actions))
+@pytest.mark.parametrize(
+    "doomed",
+    [
+        {"phase": "Deleting"},
+        {"deleting": True, "has_finalizer": True, "deletion_policy": "DeleteData"},
+    ],
+    ids=["by retention", "by a user"],
+)
+def test_prunes_that_fail_hold_up_no_other_for_ever(doomed: dict[str, Any]) -> None:
+    """A number of them is ordered at a time, and each of them is repeated until it is carried out."""
+    steps = [step for step in range(1, WRITES_PER_PASS + 2) if step != 30]  # restored by the round
+    refused = [checkpoint(step, 2, **doomed) for step in steps]
+    objects = (*refused, checkpoint(40, 2, **doomed), *FOUR[1:])
+    given = world(committed=persisted(70), checkpoints=objects)
+    first = pruned(decision := decide(given, now()))
+    assert first == [c.name for c in refused]
+    given = replace(given, memory=decision.memory)
+    decision = decide(given, now(1000.0 + PRUNE_TURN_SECONDS - 1))
+    assert pruned(decision) == first
+    given = replace(given, memory=decision.memory)
+    decision = decide(given, now(1000.0 + PRUNE_TURN_SECONDS))
+    assert pruned(decision) == ["job-l2msg4-s40-r2", *first[:-1]]
+    given = replace(given, memory=decision.memory)
+    decision = decide(given, now(1000.0 + 2 * PRUNE_TURN_SECONDS))
+    assert first[-1] in pruned(decision)
+
+
+def pruned(decision: Decision) -> list[str]:
+    return [action.name for action in only(decision, "prune Checkpoint")]
 
 
 def test_what_a_clone_has_chosen_meanwhile_is_not_deleted() -> None:

@@ -7,8 +7,9 @@
 3. A request to save is a Checkpoint without a step. It is sent to the coordinator, and becomes the record of
    the first commit above the steps that were finished when it was sent. Requests between which no step was
    finished share one save. At most MAX_OPEN_REQUESTS of a job are open, and further ones fail.
-4. Retention sets phase Deleting, then orders the delete in the store, then deletes the object. What is kept
-   and needed says `holdfast_core.store_retention`. It waits for the first replicated commit of the round.
+4. Retention sets phase Deleting, then orders the delete in the store, then deletes the object, as for those
+   that a user deletes with their data. `holdfast_core.store_retention` says what is kept and needed. It waits
+   for the first replicated commit of the round.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def imported(checkpoint: Checkpoint, now: Now) -> CheckpointStatus | None:
     return with_phase(status, phase, now, pinned=pinned, persisted=True, reason=reason)
 
 
-PRUNES_PER_PASS = 4
+MARKED_PER_PASS = 4
+"""Largest number of checkpoints that retention gives up in a pass."""
 PRUNE_TURN_SECONDS = 120.0
 """Time after which a prune lets others go first, longer than that of a call. A store may refuse for ever to
 delete one checkpoint."""
@@ -688,44 +690,32 @@ def may_prune(world: World) -> bool:
 
 
 def _deletes(world: World) -> list[Action]:
-    """Return the actions for Checkpoints that a user has deleted and our finalizer keeps.
+    """Return the deletes of Checkpoints that retention or a user has given up. A protected one waits."""
+    own, protected = world.own_checkpoints, _protected(world)
+    doomed = [c for c in own if _loses_data(c) and c.id not in protected]
+    prunes = [action for c in _in_turn(world, doomed) for action in _prune(world, c)]
+    gone = [c for c in own if c.deleting and c.has_finalizer and not _loses_data(c)]
+    why = "it was deleted, and it has no data to delete"
+    deletes = [Delete(Checkpoint.KIND, c.name, c.uid, why) for c in gone[:WRITES_PER_PASS]]
+    return [*deletes, *prunes]
 
-    The data is deleted with the object if deletionPolicy demands it and the Checkpoint is not pinned. A
-    protected Checkpoint with such data waits.
-    """
-    actions: list[Action] = []
-    protected = _protected(world)
-    for checkpoint in world.own_checkpoints:
-        if len(actions) >= WRITES_PER_PASS:
-            break
-        if not checkpoint.deleting or not checkpoint.has_finalizer:
-            continue
-        if not checkpoint.deletes_data or checkpoint.id is None or not checkpoint.persisted:
-            why = "it was deleted, and it has no data to delete"
-            actions.append(Delete(Checkpoint.KIND, checkpoint.name, checkpoint.uid, why))
-        elif checkpoint.id not in protected:
-            actions.extend(_prune(world, checkpoint))
-    return actions
+
+def _loses_data(checkpoint: Checkpoint) -> bool:
+    """Return whether the data in the store is to be deleted, and the object after it."""
+    if checkpoint.id is None or not checkpoint.persisted:
+        return False
+    if checkpoint.deleting:
+        return checkpoint.has_finalizer and checkpoint.deletes_data
+    return checkpoint.status.phase is CheckpointPhase.DELETING
 
 
 def _retention(world: World) -> list[Action]:
     own, now = world.own_checkpoints, world.now.without_gain
-    protected = _protected(world)
-    doomed = [
-        c
-        for c in own
-        if c.status.phase is CheckpointPhase.DELETING
-        and c.persisted
-        and not c.deleting
-        and c.id not in protected
-    ]
     actions: list[Action] = []
-    for checkpoint in _in_turn(world, doomed):
-        actions.extend(_prune(world, checkpoint))
     marked: list[tuple[Checkpoint, RetentionReason]] = []
     if may_prune(world):
         plan = plan_store(world.job, own, world.observed.cloned, now)
-        marked = pruned_by(plan, own)[:PRUNES_PER_PASS]
+        marked = pruned_by(plan, own)[:MARKED_PER_PASS]
     for checkpoint, why in marked:
         message = f"pruned by spec.checkpoint.retention: {EXPLAINED[why]}"
         actions.append(_moved(world, checkpoint, CheckpointPhase.DELETING, message=message))
@@ -747,7 +737,7 @@ def _in_turn(world: World, doomed: list[Checkpoint]) -> list[Checkpoint]:
             return 1, 0.0
         return (0 if now - at < PRUNE_TURN_SECONDS else 2), at
 
-    chosen = sorted(doomed, key=place)[:PRUNES_PER_PASS]
+    chosen = sorted(doomed, key=place)[:WRITES_PER_PASS]
     begins = {c.name: now for c in chosen if place(c)[0]}
     known = {c.name: began[c.name] for c in doomed if c.name in began}
     world.remember(prunes=known | begins)
