@@ -21,7 +21,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
 from holdfast_core.node.tier import DiskNodeTier, OpenReport
-from holdfast_core.node.volume import QUARANTINE_KEPT
+from holdfast_core.node.volume import QUARANTINE_KEPT, Volume
 from holdfast_core.shards.file import ChunkTable, ShardRecord, pack_trailer, trailer_offset
 from holdfast_core.shards.stream import TableDigester
 
@@ -137,6 +137,25 @@ def test_torn_heads_and_tails_are_quarantined_at_the_start(root: Path, position:
     assert tier.list_shards() == ()
     assert len(list((root / "quarantine").glob("*.shard"))) == 1
     assert len(list((root / "quarantine").glob("*.reason"))) == 1
+
+
+@pytest.mark.fault("A file was torn, and the disk is full or read-only at the next start")
+def test_a_torn_file_that_cannot_be_quarantined_holds_up_no_start(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node's other shards can be restored, and the next write replaces the file."""
+
+    def refuse(*_: object) -> None:
+        raise CapacityError("quarantining a shard: no space left on device")
+
+    tier, _ = reopened(root)
+    write(tier)
+    flip(only_shard(root), 0)
+    monkeypatch.setattr(Volume, "quarantine", refuse)
+    tier, _ = reopened(root)
+    assert tier.list_shards() == ()
+    write(tier)
+    assert len(reopened(root)[0].list_shards()) == 1
 
 
 @pytest.mark.fault("A shard's file is truncated or extended")

@@ -125,6 +125,6 @@ def test_an_inventory_goes_on_where_the_disk_refuses_to_quarantine_a_manifest(
     def refusing(*_: object) -> None:
         raise TierError("quarantining a manifest: Read-only file system")
 
-    monkeypatch.setattr(node, "quarantine_manifest", refusing)
+    monkeypatch.setattr(node.volume, "quarantine", refusing)
     listed, _ = listed_manifests(node, JOB.uid, lambda: None)
     assert listed == {manifest_digest(DOCUMENT): SAVED}

@@ -138,6 +138,21 @@ def test_a_bad_shard_is_quarantined_and_its_copy_read(tmp_path: Path) -> None:
     slot.close()
 
 
+@pytest.mark.fault("A disk that refuses writes has a damaged shard, of which others have the bytes")
+def test_a_bad_shard_that_cannot_be_quarantined_is_read_from_its_copy(tmp_path: Path) -> None:
+    """The disk may be full, or read-only since its last error."""
+    _, manifest = saved(tmp_path)
+    damage(tmp_path, 1)
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+    slot = slot_in(tmp_path, 0, wanted.payload_bytes)
+    folder = folder_of(tmp_path)
+    (tmp_path / "tier/quarantine").rmdir()
+    (tmp_path / "tier/quarantine").touch()
+    assemble(ShardFetcher(folder), manifest, wanted, slot)
+    assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
+    slot.close()
+
+
 def test_the_content_of_a_missing_shard_is_read_from_another(tmp_path: Path) -> None:
     _, manifest = saved(tmp_path)
     (path,) = tmp_path.rglob("rank000001-*.shard")

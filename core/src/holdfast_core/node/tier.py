@@ -173,7 +173,7 @@ class DiskNodeTier:
         for bad in found.torn:
             volume.budget.add(bad.path.lstat().st_size)
             if not self._read_only:
-                volume.quarantine(bad.path, bad.reason)
+                volume.try_quarantine(bad.path, bad.reason)
         for reason in found.skipped:
             _LOG.warning("%s %s: a file is skipped: %s", self._name, self._root, reason)
         self._opened = True
@@ -261,7 +261,7 @@ class DiskNodeTier:
             self._unreadable.note(ref, damage)
             return
         if self._index.remove(ref) is not None and not self._read_only:
-            self.volume.quarantine(self.shard_path(ref), str(damage))
+            self.volume.try_quarantine(self.shard_path(ref), str(damage))
 
     def quarantine_manifest(
         self, job_uid: JobUid, checkpoint: CheckpointId, damage: CorruptionError

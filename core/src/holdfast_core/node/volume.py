@@ -34,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from holdfast_core.errors import CapacityError, CorruptionError, UnreadableError
+from holdfast_core.errors import CapacityError, CorruptionError, HoldfastError, UnreadableError
 from holdfast_core.ids import CheckpointId, JobUid, Rank, ShardRef
 from holdfast_core.node.files import (
     TEMP_PREFIX,
@@ -480,10 +480,20 @@ class Volume:
             for old in quarantined[: max(0, len(quarantined) + 1 - QUARANTINE_KEPT)]:
                 self._remove_quarantined(old)
 
+    def try_quarantine(self, path: Path, reason: str) -> None:
+        """Move a damaged file to quarantine, or leave it in place where the disk refuses that.
+
+        A disk that is full or became read-only must not end a read, for which other places have good bytes.
+        """
+        try:
+            self.quarantine(path, reason)
+        except HoldfastError as error:
+            _LOG.warning("a damaged file stays in place: %s (its damage: %s)", error, reason)
+
     def quarantine_document(self, path: Path, damage: CorruptionError) -> None:
         """Move a damaged document to quarantine. One that only cannot be read stays in place."""
         if not isinstance(damage, UnreadableError):
-            self.quarantine(path, str(damage))
+            self.try_quarantine(path, str(damage))
 
     def _empty_quarantine(self) -> bool:
         """Remove all quarantined files. Return False if there were none."""

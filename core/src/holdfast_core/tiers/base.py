@@ -255,6 +255,7 @@ class NodeTier(Protocol):
     def quarantine(self, ref: ShardRef, damage: CorruptionError) -> None:
         """Move a bad copy to quarantine. It is kept for inspection and is not read again.
 
+        A disk that refuses the move is no error: the file stays in place until the next start finds it.
         A copy that cannot be read (UnreadableError) stays where it is and in the list. `find` does not return
         it for a minute.
         """
