@@ -19,6 +19,7 @@ from holdfast.directory.processes import (
     claim,
     holder,
     is_held,
+    remove_if_free,
     wait_for_writers,
 )
 
@@ -102,6 +103,26 @@ def test_a_file_system_without_locks_causes_no_wait(
     assert list(process.directory.iterdir()) == []
     process.writer.touch()
     wait_for_writers(process.directory)
+
+
+@pytest.mark.fault(
+    "A network file system refuses a lock that another process holds, by another error"
+)
+def test_the_lock_file_of_another_process_is_not_removed(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third process would create it again, and both would write."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    held = Claim(process.writer)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        assert claim(process.writer) is None
+        assert not remove_if_free(process.writer)
+    assert is_held(process.writer)
+    held.release()
 
 
 def test_a_forked_child_does_not_keep_its_parents_lock(process: Process) -> None:

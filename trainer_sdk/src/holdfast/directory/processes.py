@@ -183,8 +183,10 @@ def _locked(path: Path, *, wait: bool) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise
-        except OSError:  # the file must not stay where it cannot be locked
-            path.unlink(missing_ok=True)
+        except OSError:
+            # An empty file must not stay where it cannot be locked. A holder has written its name.
+            if not os.fstat(descriptor).st_size:
+                path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
         os.close(descriptor)  # another process removed the file before this one had locked it
