@@ -49,7 +49,7 @@ suites have older versions."""
 
 HANG_SECONDS = 600
 """Limit of each wait for the test bed and for a job on it. Only a hang reaches it: four scenarios share two
-cores, where the start of one gang has taken 80 seconds, and one recovery 258. A scenario has 1,800 seconds,
+cores, where one gang has taken 80 seconds to start, and another 258 to recover. A scenario has 1,800 seconds,
 so that a wait that hangs still tells what it waited for."""
 
 PACKAGE = Path(__file__).resolve().parent

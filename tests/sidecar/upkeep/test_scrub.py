@@ -341,12 +341,15 @@ async def test_a_document_that_the_disk_refuses_keeps_no_other_from_its_replacem
 ) -> None:
     """The scrub meets the manifest first, and so does each attempt to replace what is missing."""
     world, failures = World(tmp_path), Failures(lambda: None)
-
-    def refusing(*_: object) -> None:
-        raise TierError("quarantining a manifest: Read-only file system")
-
-    monkeypatch.setattr(world.node, "quarantine_manifest", refusing)
     (manifest,) = (tmp_path / "node").rglob("manifests/*/*.json")
+    quarantine = world.node.volume.quarantine
+
+    def refusing(path: Path, reason: str) -> None:
+        if path == manifest:
+            raise TierError("quarantining a manifest: Read-only file system")
+        quarantine(path, reason)
+
+    monkeypatch.setattr(world.node.volume, "quarantine", refusing)
     layout = tmp_path / "node" / "layouts" / f"{hex_of(HEADER.layout)}.json"
     good = layout.read_bytes()
     for path in (manifest, layout):

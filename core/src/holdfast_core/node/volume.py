@@ -481,19 +481,19 @@ class Volume:
                 self._remove_quarantined(old)
 
     def try_quarantine(self, path: Path, reason: str) -> None:
-        """Move a damaged file to quarantine, or leave it in place where the disk refuses that.
+        """Move a damaged shard to quarantine, or leave it in place where the disk refuses that.
 
-        A disk that is full or became read-only must not end a read, for which other places have good bytes.
+        A disk that is full or became read-only must not end a read for which other places have good bytes.
         """
         try:
             self.quarantine(path, reason)
         except HoldfastError as error:
-            _LOG.warning("a damaged file stays in place: %s (its damage: %s)", error, reason)
+            _LOG.warning("a damaged shard stays in place: %s (its damage: %s)", error, reason)
 
     def quarantine_document(self, path: Path, damage: CorruptionError) -> None:
         """Move a damaged document to quarantine. One that only cannot be read stays in place."""
         if not isinstance(damage, UnreadableError):
-            self.try_quarantine(path, str(damage))
+            self.quarantine(path, str(damage))
 
     def _empty_quarantine(self) -> bool:
         """Remove all quarantined files. Return False if there were none."""

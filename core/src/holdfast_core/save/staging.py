@@ -266,9 +266,9 @@ class _Round:
 
 
 _MOST_OF_A_NAME = 3
-"""Largest number of files of one name that the stager owns. A rank replaces files of slots that are still
-written when its state has grown, and after a restart. A trainer that does so endlessly must not take all
-descriptors."""
+"""Largest number of files of one name that the stager owns. When its state has grown, or after a restart, a
+rank replaces slot files from which shards are still being written. A trainer that does so endlessly must not
+take all descriptors."""
 
 
 def _names(owned: Iterable[OwnedSlot]) -> frozenset[str]:

@@ -85,7 +85,7 @@ class Tiers:
 
         Raises:
             NotFoundError: The shard is not on this node.
-            HoldfastError, OSError: The shard cannot be read or moved.
+            HoldfastError, OSError: The shard cannot be read.
         """
         damage = await self.pools.scrub.run(self.damage, ref)
         if damage is not None:

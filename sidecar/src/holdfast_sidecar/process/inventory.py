@@ -245,7 +245,11 @@ def listed_manifests(
         except CorruptionError as error:
             logs.warning("a manifest is damaged", checkpoint=str(checkpoint), error=str(error))
             corrupt()
-            node.quarantine_manifest(job_uid, checkpoint, error)
+            try:
+                node.quarantine_manifest(job_uid, checkpoint, error)
+            except HoldfastError as refusal:
+                # A disk that cannot be written must not hide the other manifests.
+                logs.warning("quarantining a manifest failed", error=str(refusal))
         except HoldfastError as error:
             logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))
     return found, ranks
