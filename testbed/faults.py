@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast_core.contract import CONTROL_PORT
 from testbed import cluster
-from testbed.config import CONTROL_PLANE, HANG_SECONDS, NODES, current_bed
+from testbed.config import CONTROL_PLANE, FAULTS, HANG_SECONDS, NODES, POOLS, SHARED, current_bed
 from testbed.shell import BedError, each, run
 
 _PARTITION = (
@@ -48,11 +48,13 @@ _OOM_BYTES = 64 << 20
 
 def kill_node(name: str) -> None:
     """Power off the node: all its processes get SIGKILL, and its memory file systems are lost."""
+    _refuse_shared(name)
     _docker("kill", name)
 
 
 def stop_node(name: str) -> None:
     """Shut the node down. Kubelet and containers get SIGTERM first."""
+    _refuse_shared(name)
     _docker("stop", "-t", "20", name)
 
 
@@ -75,6 +77,7 @@ def pause_node(name: str) -> None:
     tries for a second, thaws the node again and reports "unable to freeze". A busy node is frozen between
     two waves of new processes, hence the repetition.
     """
+    _refuse_shared(name)
     ends = time.monotonic() + _FREEZE_SECONDS
     while True:
         try:
@@ -96,6 +99,7 @@ def partition_node(name: str) -> None:
 
     Its own pods reach each other.
     """
+    _refuse_shared(name)
     cluster.in_node(current_bed(), name, f"{_lift()}; {'; '.join(_PARTITION).format(op='I')}")
 
 
@@ -269,8 +273,9 @@ def store_down(*, hang: bool = False, nodes: Collection[str] = ()) -> Iterator[N
 
     Args:
         hang: Drop packets instead, so that requests get no answer.
-        nodes: Nodes whose pods do not reach the store; by default all.
+        nodes: Nodes of the pool `faults` whose pods do not reach the store; by default all pods.
     """
+    _refuse_shared(*nodes)
     bed = current_bed()
     networks = cluster.pod_networks(bed) if nodes else {}
     sources = [f"-s {networks[node]}" for node in nodes] or [""]
@@ -291,14 +296,15 @@ def store_down(*, hang: bool = False, nodes: Collection[str] = ()) -> Iterator[N
 
 
 @contextmanager
-def sidecars_silent(nodes: Collection[str] = NODES) -> Iterator[None]:
+def sidecars_silent(nodes: Collection[str]) -> Iterator[None]:
     """Drop every packet to the control port of every pod, as a default-deny NetworkPolicy does.
 
     Open connections get no answer either. Ranks, copies and metrics are not affected.
 
     Args:
-        nodes: Nodes with the pods.
+        nodes: Nodes of the pool `faults` with the pods.
     """
+    _refuse_shared(*nodes)
     bed = current_bed()
     each(lambda name: cluster.in_node(bed, name, _silence("D")), nodes)
     each(lambda name: cluster.in_node(bed, name, _silence("I")), nodes)
@@ -316,6 +322,19 @@ def _silence(op: str) -> str:
 
 
 # ------------------------------------------------------------------ how
+
+
+def _refuse_shared(*nodes: str) -> None:
+    """Raise BedError for a node on which other scenarios run at the same time.
+
+    Their pods would be hit too, and the first scenario that ends its fault would end it for all.
+    """
+    for name in nodes:
+        if name in POOLS[SHARED]:
+            raise BedError(
+                f"node {name} is in the pool `{SHARED}`, where other scenarios have pods: use a node of the "
+                f"pool `{FAULTS}`; a test has it with the mark `node_faults`"
+            )
 
 
 def _lift() -> str:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import testbed.faults as faults
+from testbed.config import FAULTS, POOLS
 from testbed.driver import install
 from testbed.driver.jobs import Job, Training, job_manifest, prepare_namespace
 from testbed.driver.kube import Kube, is_true
@@ -193,7 +194,7 @@ def _store_away(_: Job, fault: plan.Fault) -> None:
 
 
 def _silent(_: Job, fault: plan.Fault) -> None:
-    with faults.sidecars_silent():
+    with faults.sidecars_silent(POOLS[FAULTS]):
         time.sleep(fault.lasts_seconds)
 
 

@@ -287,6 +287,18 @@ class Job:
         pod = self.kube.pod(self.namespace, self.pod_name(worker))
         return str((pod or {}).get("spec", {}).get("nodeName", ""))
 
+    def lose_a_shard_and_its_copy(self) -> None:
+        """Delete two pods of a gang of three on two nodes, so that a shard is lost with its only copy.
+
+        A copy is never on the node of its shard. So the worker that is alone on its node has the copies of
+        the two others.
+        """
+        nodes = [self.node_of(worker) for worker in range(3)]
+        assert len(set(nodes)) == 2, f"the gang of three is on {nodes}, expected two nodes"
+        alone = next(worker for worker in range(3) if nodes.count(nodes[worker]) == 1)
+        lost = [self.pod_name(alone), self.pod_name((alone + 1) % 3)]
+        self.kube.lose_pods(self.namespace, lost)
+
     def metric(self, worker: int, name: str) -> dict[str, float]:
         """Return the samples of one metric of a worker's sidecar, by their label text."""
         text = self.kube.proxy_text(self.namespace, self.pod_name(worker), 7072, "metrics") or ""

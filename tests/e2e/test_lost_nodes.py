@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from testbed import faults
 from testbed.driver.jobs import Job
-from testbed.driver.kube import Kube
+from testbed.driver.kube import Kube, condition
 from testbed.driver.same_bits import SameBits
 from testbed.driver.scenario import SHORT
 
@@ -28,6 +28,13 @@ def as_many_nodes_as_workers(scenario) -> Iterator[None]:
     that node, because it is the only one without another worker.
     """
     with scenario.kube.cordoned(*scenario.nodes[SHORT.workers :]):
+        yield
+
+
+@pytest.fixture
+def two_nodes(scenario) -> Iterator[None]:
+    """Leave two nodes that take pods."""
+    with scenario.kube.cordoned(*scenario.nodes[2:]):
         yield
 
 
@@ -136,8 +143,8 @@ def test_silence_of_all_sidecars_deletes_no_pod(scenario, nodes_back):
     survivors = {name: uid for name, uid in job.pod_uids().items() if name != job.pod_name(1)}
     with faults.sidecars_silent(scenario.nodes):
         scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
-        condition = job.wait_condition("SidecarsUnreachable")
-        assert "7070" in condition["message"], "the message names the port that was tried"
+        unreachable = job.wait_condition("SidecarsUnreachable")
+        assert "7070" in unreachable["message"], "the message names the port that was tried"
         assert survivors.items() <= job.pod_uids().items()
     job.wait_condition("SidecarsUnreachable", "False")
     job.wait_round(1)
@@ -152,10 +159,33 @@ def test_training_continues_while_the_store_is_down(scenario):
     job.wait_step(5)
     with faults.store_down(nodes=scenario.nodes):
         step = job.wait_step(30)
-        condition = job.wait_condition("RemoteTierHealthy", "False")
-        assert condition["message"], "the error of the store or the network"
+        unhealthy = job.wait_condition("RemoteTierHealthy", "False")
+        assert unhealthy["message"], "the error of the store or the network"
         assert step >= 30, "training went on"
     job.wait_condition("RemoteTierHealthy")
+    scenario.finish_and_judge(job)
+
+
+def _is_waiting_for(job: Job, reason: str) -> bool:
+    return condition(job.read(), "Running").get("reason") == reason
+
+
+def test_a_young_job_that_lost_everything_starts_over_by_itself(scenario, two_nodes):
+    """While the store is away, it may have a checkpoint: the gang waits for its answer."""
+    slow = replace(SHORT, sleep_per_step=0.8)  # the pods must be lost during the run
+    with faults.store_down(nodes=scenario.nodes):
+        job = scenario.start(slow)
+        job.wait_replicated(10)
+        job.wait("the commit in the status", lambda: "lastCommittedStep" in job.status)
+        job.lose_a_shard_and_its_copy()
+        job.wait("the store's answer", lambda: _is_waiting_for(job, "WaitingForStore"))
+    job.wait_round(1)
+    assert job.status["lineage"] == [{"round": job.round}], "it has no restore point"
+    assert job.status["recoveries"][-1]["lostSteps"] >= 10
+    job.wait(
+        "the Event of the start over",
+        lambda: "StartedOver" in {e["reason"] for e in job.kube.events(job.namespace)},
+    )
     scenario.finish_and_judge(job)
 
 
