@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from tests.support.trainer.launched import committed_step, run_two_ranks
 
 import holdfast
 from holdfast.base.settings import RankSettings
+from holdfast.places.folder import PersisterProcess
 from holdfast.places.folder_start import FolderStart
-from holdfast_core.errors import ConfigError, CorruptionError, NotFoundError
+from holdfast_core.errors import ConfigError, CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.ids import RestartRound, Step
 from holdfast_core.messages.schema import RestorePoint
 
@@ -29,6 +32,14 @@ def save_steps(ckpt: holdfast.Checkpointer, training: Training, last: int) -> No
     for step in range(1, last + 1):
         training.step()
         ckpt.save(step, training.state).wait(timeout=HANG_SECONDS)
+
+
+def damage_step_2(folder: Path) -> None:
+    """Damage the payload of one shard of step 2."""
+    shard = min(folder.rglob("s000000000002-*/*.shard"))
+    data = bytearray(shard.read_bytes())
+    data[-100:] = bytes(100)
+    shard.write_bytes(data)
 
 
 @pytest.mark.fault("A process rolls back to its own save")
@@ -86,12 +97,51 @@ def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> 
     training = Training()
     with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
         save_steps(ckpt, training, 3)
-        (shard,) = folder.rglob("s000000000002-*/*.shard")
-        data = bytearray(shard.read_bytes())
-        data[-100:] = bytes(100)
-        shard.write_bytes(data)
+        damage_step_2(folder)
         with pytest.raises(CorruptionError, match=r"restore\(step=2\): no copy"):
             ckpt.restore(training.state, step=2)
+        assert ckpt.restore(training.state) == 3
+        assert training.done == 3
+
+
+@pytest.mark.fault(
+    "A step that was asked for is known to have no readable copy, and the script goes on"
+)
+@pytest.mark.parametrize("saves", [False, True], ids=["restores", "saves and restores"])
+def test_a_script_goes_on_after_the_error_about_a_damaged_step(folder: Path, saves: bool) -> None:
+    """The first error comes from the shard, and the second from the choice of the checkpoint."""
+    training = Training()
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
+        save_steps(ckpt, training, 3)
+    damage_step_2(folder)
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
+        for _ in range(2):
+            with pytest.raises(CorruptionError, match=r"restore\(step=2\): no copy"):
+                ckpt.restore(training.state, step=2)
+        if saves:
+            training.step()
+            ckpt.save(4, training.state).wait(timeout=HANG_SECONDS)
+        assert ckpt.restore(training.state) == (4 if saves else 3)
+        assert training.done == (4 if saves else 3)
+
+
+@pytest.mark.fault("A process cannot be started for a rollback, and the script goes on")
+def test_a_restore_does_not_ask_for_the_step_of_one_that_could_not_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, "cannot allocate memory")
+
+    training = Training()
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
+        save_steps(ckpt, training, 3)
+    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
+        assert ckpt.restore(training.state, step=1) == 1
+        with monkeypatch.context() as patched:
+            patched.setattr(PersisterProcess, "start", refused)
+            patched.setattr("holdfast.places.folder._STARTING_SECONDS", 0.0)
+            with pytest.raises(UnavailableError, match="has not replied"):
+                ckpt.restore(training.state, step=2)
         assert ckpt.restore(training.state) == 3
         assert training.done == 3
 
@@ -218,6 +268,37 @@ def test_ranks_roll_back_together(tmp_path: Path) -> None:
     )
     run_two_ranks(program, tmp_path)
     assert committed_step(tmp_path / "ckpt") == 9
+
+
+@pytest.mark.fault("Two ranks go on after the error about a damaged step")
+def test_ranks_go_on_together_after_the_error_about_a_damaged_step(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    program = (
+        "import sys, torch, holdfast\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.full((4,), 3.0)\n"
+        "with holdfast.Checkpointer(holdfast.Folder(sys.argv[1], keep_last=9)) as ckpt:\n"
+        "    for _ in range(2):\n"
+        "        try:\n"
+        "            ckpt.restore({'t': t}, step=2)\n"
+        "        except holdfast.CorruptionError as error:\n"
+        "            assert str(error).startswith('Checkpointer.restore(step=2): no copy'), error\n"
+        "        else:\n"
+        "            raise AssertionError('it was restored')\n"
+        "    ckpt.save(4, {'t': t + 1}).wait()\n"
+        "    assert ckpt.restore({'t': t}) == 4 and t[0] == 4, t\n"
+    )
+    saves = (
+        "import sys, torch, holdfast\n"
+        "with holdfast.Checkpointer(holdfast.Folder(sys.argv[1], keep_last=9)) as ckpt:\n"
+        "    for step in (1, 2, 3):\n"
+        "        ckpt.save(step, {'t': torch.full((4,), float(step))}).wait()\n"
+    )
+    run_two_ranks(saves, tmp_path)
+    damage_step_2(folder)
+    run_two_ranks(program, tmp_path)
+    assert committed_step(folder) == 4
 
 
 @pytest.mark.fault("A save that was left out is made after a roll back")

@@ -43,7 +43,7 @@ from holdfast.training.loop import (
     require_state,
     stop_signal,
 )
-from holdfast_core.errors import ConfigError, CorruptionError, StateDictError
+from holdfast_core.errors import ConfigError, StateDictError
 from holdfast_core.ids import Step
 from holdfast_core.messages.schema import Interval
 
@@ -697,12 +697,7 @@ class Checkpointer:
         parts.saver.prepare()
         if rolls_back:
             parts.roll_back(step)
-        try:
-            return parts.restorer.fetch(target)
-        except CorruptionError:
-            # For a requested step every rank raises this, so that the next call rolls back again.
-            parts.saves.have_begun = parts.saves.have_begun or step is not None
-            raise
+        return parts.restorer.fetch(target)
 
     def _watch_work(self, state: Mapping[str, Any]) -> None:
         """Measure the models of `state`, if the job looks for stragglers."""

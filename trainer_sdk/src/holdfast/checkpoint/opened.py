@@ -93,9 +93,6 @@ class Opened:
         """
         self.restorer.roll_back(step)
         self._status.progress.rolled_back()
-        self._session.saves.report_no_more_uploads(
-            "the ranks went back to a checkpoint before this one was in the object store"
-        )
         self.saves.roll_back()
         self.decisions.roll_back()
 

@@ -101,6 +101,9 @@ class Restorer:
         """The last checkpoint that was read into the state in place, completely or in part."""
         self.agreements = 0
         """Number of fetches after which the ranks have agreed. The same on every rank."""
+        self._starts_again = False
+        """Whether the next fetch needs another round, because a start or a search failed on every rank. What
+        the place knows of that round says nothing about other checkpoints."""
 
     def fetch(self, target: RestoreTarget | NamedTensors) -> Fetched | None:
         """Fetch the checkpoint that all ranks can read. Return None when there is nothing to restore.
@@ -122,6 +125,8 @@ class Restorer:
         """
         if self._place.traits.has_nothing:
             return None
+        if self._starts_again:
+            self._start_again()
         while True:
             found: _Found | None = None
             failed: HoldfastError | None = None
@@ -131,7 +136,9 @@ class Restorer:
                 failed = error
             try:
                 step = None if found is None else Step(found.step)
+                self._starts_again = True
                 next_ = self._place.after_fetch(step, failed)
+                self._starts_again = False
                 if next_ is not NextFetch.REPEAT:
                     self.agreements += 1
                 match next_:
@@ -220,8 +227,13 @@ class Restorer:
     def _start_again(self) -> None:
         """Start a new round. It gets new slots, because those of the old round may still be read."""
         self._session.close()
+        self._session.saves.report_no_more_uploads(
+            "a restore began another round before this save was in the object store"
+        )
         self._ring.close()
+        self._starts_again = True
         self._place.start(self._session)
+        self._starts_again = False
 
     # The collector would visit the objects of a large state again and again, at each step of the way.
     @paused_collector()

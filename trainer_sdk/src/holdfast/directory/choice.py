@@ -232,10 +232,12 @@ def choose(
         return dataclasses.replace(choice, passed_over=tuple(reasons))
     if failed:
         reasons = (f"{c}: {error}" for c, error in failed.items())
+        text = "; ".join(itertools.islice(reasons, _SHOWN_REASONS))
+        if step is not None:
+            raise CorruptionError(text)
         raise CorruptionError(
-            "the directory has checkpoints, but none that can be restored: "
-            + "; ".join(itertools.islice(reasons, _SHOWN_REASONS))
-            + "; move them away to start without a checkpoint"
+            f"the directory has checkpoints, but none that can be restored: {text}; move them away to start "
+            "without a checkpoint"
         )
     return None
 

@@ -253,8 +253,19 @@ class FolderPlace:
             self._report_passed_over(reply)
             return round_, reply.restore_point
 
-        self._start.agree(self._store, join, choose)
+        refused = self._start.agree(self._store, join, choose)
+        if refused is not None:
+            # The script may catch the error. Its saves and restores need a round in which all ranks are.
+            session.close()
+            self._start.agree(self._store, join, choose)
         self._hold_restore_point()
+        if refused is not None:
+            try:
+                raise refused
+            finally:
+                # The error refers to this frame by its traceback. If the frame referred to the error, the
+                # state would stay in memory until the next garbage collection.
+                del refused
 
     def reason_to_give_up(self, session: Session, waited_seconds: float) -> HoldfastError | None:
         """Return why the persister cannot be expected to answer. A folder's disk may be slow."""

@@ -95,7 +95,7 @@ class FolderStart:
         store: GangStore | None,
         join: Callable[[RestartRound], None],
         choose: Callable[[], tuple[RestartRound, RestorePoint]],
-    ) -> None:
+    ) -> CorruptionError | None:
         """Agree on round and restore point.
 
         Args:
@@ -103,34 +103,43 @@ class FolderStart:
             join: Starts the persister of another rank than 0, in the round that was agreed.
             choose: Starts rank 0's persister, and returns what it has chosen.
 
+        Returns:
+            The error about the step that the script asked for, if rank 0 can read no copy of it. Every rank
+            gets it.
+
         Raises:
             CorruptionError: The folder cannot be read, or rank 0 could not open it.
             ConfigError: The object store cannot be used.
+
+        After an error, the next call asks for no step.
         """
         self._start = next(self._starts)
         key = f"start/{self._start}"
         try:
             if self._settings.rank != 0 and store is not None:
-                self._take(json.loads(store.wait(key)))
+                value = json.loads(store.wait(key))
+                if "no_copy" in value:
+                    self._asked = None
+                    return CorruptionError(value["no_copy"])
+                self._take(value)
                 join(RestartRound(self.round or 0))
-                return
+                return None
             self.round = None
             # A checkpoint that is committed while the restore point is chosen must not count as seen.
             self._seen = self._checkpoints()
             try:
                 self.round, point = choose()
-            except (HoldfastError, OSError) as found:
-                unreadable = self._asked is not None and isinstance(found, CorruptionError)
-                error = self._no_copy(f" ({found})") if unreadable else found
-                try:
+            except (HoldfastError, OSError) as error:
+                if self._asked is not None and isinstance(error, CorruptionError):
+                    refused = self._no_copy(f" ({error})")
                     if store is not None:
-                        is_config = isinstance(error, ConfigError)
-                        store.publish(key, json.dumps({"error": str(error), "config": is_config}))
-                    raise error from found.__cause__
-                finally:
-                    # The error refers to this frame by its traceback. If the frame referred to the error,
-                    # the state would stay in memory until the next garbage collection.
-                    del error
+                        store.publish(key, json.dumps({"no_copy": str(refused)}))
+                    return refused
+                if store is not None:
+                    is_config = isinstance(error, ConfigError)
+                    store.publish(key, json.dumps({"error": str(error), "config": is_config}))
+                self._asked = None
+                raise
             if self._kept is None:
                 self._kept = self._read_kept()
             self.restore = None
@@ -145,6 +154,7 @@ class FolderStart:
                     "kept": self._kept,
                 }
                 store.publish(key, json.dumps(value))
+            return None
         finally:
             self._newer = []
 
@@ -238,6 +248,7 @@ class FolderStart:
     def _take(self, value: dict[str, object]) -> None:
         """Take over what rank 0 has chosen."""
         if "error" in value:
+            self._asked = None
             kind = ConfigError if value.get("config") else CorruptionError
             raise kind(f"rank 0 could not open {self._root}: {value['error']}")
         self.round = RestartRound(int(str(value["round"])))
