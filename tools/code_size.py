@@ -25,8 +25,8 @@ LIMITS = {
     # store lacks a checkpoint. They also say what a quota or a missing store holds up.
     "operator": 14413,  # 13 let a prune that fails for ever give its turn to others
     "sidecar": 8532,  # 11 make a request for the plan wait until its coordinator has begun the round
-    # 240 of them are the suite that stores of others must pass (holdfast.testing), and 20 begin a round after a
-    # restore that failed, so that the script can go on.
+    # 240 of them are the suite that stores of others must pass (holdfast.testing), and 20 begin a round after
+    # a restore that failed, so that the script can go on.
     "trainer_sdk": 17965,
     "cli": 5350,
 }

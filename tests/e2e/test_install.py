@@ -12,8 +12,9 @@ import pytest
 from kubernetes import client
 from testbed.config import HANG_SECONDS
 from testbed.driver import install
+from testbed.driver.command_line import run_holdfast
 from testbed.driver.jobs import Training, store_manifest
-from testbed.driver.kube import PLURALS, Kube, is_true, kubeconfig_path, show, wait_for
+from testbed.driver.kube import PLURALS, Kube, Object, is_true, kubeconfig_path, show, wait_for
 
 LONG = Training(workers=2, steps=4000, sleep_per_step=0.05)
 """Long enough to be still training at the end of each test."""
@@ -115,6 +116,27 @@ def test_the_notes_print_commands_that_work(installed):
         line.split()[0]
         for line in kubectl("api-resources", "--categories", "holdfast").splitlines()
     }
+
+
+@pytest.mark.fault("The API server warns of an expression in an admission policy of the chart")
+def test_doctor_finds_nothing_to_mend_in_the_admission_policies(installed, namespace):
+    """The controller manager checks the types of all expressions some time after an installation."""
+    wait_for("the type check of every policy", lambda: all(map(_is_checked, _policies())))
+    found = run_holdfast(namespace, "doctor", "-o", "json")
+    checks = {check["name"]: check for check in json.loads(found.stdout)}
+    assert checks["admission policies"]["level"] == "ok", checks["admission policies"]
+
+
+def _policies() -> list[Object]:
+    label = f"app.kubernetes.io/instance={install.RELEASE}"
+    listed = json.loads(kubectl("get", "validatingadmissionpolicy", "-l", label, "-o", "json"))
+    assert listed["items"], "the chart has policies"
+    return listed["items"]
+
+
+def _is_checked(policy: Object) -> bool:
+    checked = policy.get("status", {}).get("observedGeneration")
+    return checked == policy["metadata"]["generation"]
 
 
 @pytest.mark.long
