@@ -412,6 +412,30 @@ def test_deletes_by_people(view: Checkpoint, committed: int, pruned: bool, relea
     assert bool(only(decision, "delete Checkpoint")) is released
 
 
+@pytest.mark.parametrize(
+    ("committed", "cloned", "why"),
+    [
+        (40, frozenset[str](), "the newest one in the object store"),
+        (70, frozenset({"job-l2msg4-s40-r2"}), "another job starts from it"),
+        (70, frozenset[str](), "when its data is deleted"),
+    ],
+)
+def test_a_checkpoint_that_a_user_has_deleted_says_why_it_is_still_there(
+    committed: int, cloned: frozenset[str], why: str
+) -> None:
+    """`kubectl delete` waits, in a gang without failures for weeks."""
+    objects = (going(phase="Deleting"), checkpoint(70, 2))[: 1 if committed == 40 else 2]
+    given = world(committed=persisted(committed), checkpoints=objects, cloned=cloned)
+    written = [d for d in decide(given, now()).objects if d.name == objects[0].name]
+    (said,) = [
+        condition
+        for condition in written[0].body["status"]["conditions"]
+        if condition["type"] == "Restorable"
+    ]
+    assert said["status"] == "False"
+    assert why in said["message"]
+
+
 # --------------------------------------------------------------------------- status
 
 

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -309,6 +310,10 @@ def _by_store(store: StoreView | None, name: str | None) -> Restorable | None:
 class _Look:
     """What one pass knows about the places that may have checkpoints."""
 
+    @cached_property
+    def _needed(self) -> Mapping[RetentionReason, Collection[CheckpointId]]:
+        return _needed(self._world)
+
     def __init__(self, world: World) -> None:
         self._world = world
         over = world.status.completion_time is not None
@@ -322,14 +327,20 @@ class _Look:
             self._absent |= {world.last_persisted.id}
         self._found = _found(world)
 
+    def _why_it_is_still_there(self, id_: CheckpointId) -> str:
+        """Return why the object of a checkpoint that a user has deleted still exists."""
+        for reason, ids in self._needed.items():
+            if id_ in ids:
+                return f"it was deleted; it goes when its data is not needed any more: {EXPLAINED[reason]}"
+        return "it was deleted; the object goes when its data is deleted, or cannot be"
+
     def marked(self, checkpoint: Checkpoint, id_: CheckpointId) -> CheckpointStatus:
         """Return the status with what is true now; the same object if nothing has changed."""
         status, now = checkpoint.status, self._world.now.utc
         if checkpoint.deleting:
-            if status.phase is CheckpointPhase.DELETING:
-                return status
-            text = "it was deleted; the object goes when its data is deleted, or cannot be"
-            return moved(checkpoint, CheckpointPhase.DELETING, self._world.now, message=text)
+            text = self._why_it_is_still_there(id_)
+            found = moved(checkpoint, CheckpointPhase.DELETING, self._world.now, message=text)
+            return status if found == status else found
         pinned = checkpoint.spec.pin
         if status.is_true(CheckpointCondition.PINNED) is not pinned:
             why = Reason.PINNED if pinned else Reason.NOT_PINNED
@@ -676,10 +687,9 @@ def _fulfilling_commit(
 # --------------------------------------------------------------------------- retention, deletes
 
 
-def _protected(world: World) -> set[CheckpointId]:
-    """Return the checkpoints whose data is never deleted."""
-    needed = needed_in_store(world.job, world.own_checkpoints, world.observed.cloned)
-    return {checkpoint for found in needed.values() for checkpoint in found}
+def _needed(world: World) -> dict[RetentionReason, Collection[CheckpointId]]:
+    """Return the checkpoints whose data is not deleted for now, by reason."""
+    return needed_in_store(world.job, world.own_checkpoints, world.observed.cloned)
 
 
 def may_prune(world: World) -> bool:
@@ -691,7 +701,8 @@ def may_prune(world: World) -> bool:
 
 def _deletes(world: World) -> list[Action]:
     """Return the deletes of Checkpoints that retention or a user has given up. A protected one waits."""
-    own, protected = world.own_checkpoints, _protected(world)
+    own = world.own_checkpoints
+    protected = {id_ for ids in _needed(world).values() for id_ in ids}
     doomed = [c for c in own if _loses_data(c) and c.id not in protected]
     prunes = [action for c in _in_turn(world, doomed) for action in _prune(world, c)]
     gone = [c for c in own if c.deleting and c.has_finalizer and not _loses_data(c)]
