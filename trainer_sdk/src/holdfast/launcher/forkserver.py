@@ -446,10 +446,15 @@ def main(argv: Sequence[str]) -> int:
     task = server.serve()
     if task is None:
         server.end()
-        return 0
+        os._exit(0)  # it has nothing to finalize, and a library reports the frozen objects as leaks
     match task.request:
         case ForkRank():
-            return become_rank(task.request, task.stdout, task.stderr, task.stacks)
+            try:
+                return become_rank(task.request, task.stdout, task.stderr, task.stacks)
+            finally:
+                # The interpreter's end collects the preloaded objects, as it does without a fork server.
+                # nanobind (triton) reports what is left of its types, which hides the script's error.
+                gc.unfreeze()
         case ForkStore():
             if task.listener is None:
                 raise ValueError("expected a listener in the task that starts a store")
