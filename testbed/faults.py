@@ -114,7 +114,7 @@ def rejoin_node(name: str, *, ready_within_seconds: float = HANG_SECONDS) -> Non
 
 
 def heal_nodes(*, ready_within_seconds: float = HANG_SECONDS) -> None:
-    """End every fault of this module on nodes, control ports and the store.
+    """End every fault of this module on nodes, control ports and the store, also one of a killed process.
 
     Wait until all nodes are Ready.
     """
@@ -130,6 +130,20 @@ def heal_nodes(*, ready_within_seconds: float = HANG_SECONDS) -> None:
     for name in hurt:
         wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
     cluster.wait_ready(bed, int(ready_within_seconds))
+    _kubectl("uncordon", *NODES)
+
+
+@contextmanager
+def cordoned(*nodes: str) -> Iterator[None]:
+    """Let the nodes take no new pods during the block. They are of the pool `faults`."""
+    _refuse_shared(*nodes)
+    try:
+        for name in nodes:
+            _kubectl("cordon", name)
+        yield
+    finally:
+        for name in nodes:
+            _kubectl("uncordon", name)
 
 
 def wait_node_ready(name: str, *, since: datetime, within_seconds: float) -> None:
@@ -327,7 +341,8 @@ def _silence(op: str) -> str:
 def _refuse_shared(*nodes: str) -> None:
     """Raise BedError for a node on which other scenarios run at the same time.
 
-    Their pods would be hit too, and the first scenario that ends its fault would end it for all.
+    Their pods would be hit too, and the first scenario that ends its fault would end it for all. A gang that
+    starts while one of two nodes takes no pods has all of its workers, and all copies, on the other one.
     """
     for name in nodes:
         if name in POOLS[SHARED]:

@@ -185,37 +185,20 @@ class Kube:
         with ThreadPoolExecutor(len(names)) as pool:
             list(pool.map(lambda name: self.delete_pod(namespace, name, grace_seconds=0), names))
 
-    def evict_pod(self, namespace: str, name: str) -> bool:
-        """Evict a pod. Return False if its PodDisruptionBudget does not allow it now."""
+    def evict_pod(self, namespace: str, name: str) -> None:
+        """Evict a pod as `kubectl drain` does, as soon as its PodDisruptionBudget allows it."""
         body = {"metadata": {"name": name, "namespace": namespace}}
-        try:
-            self.core.create_namespaced_pod_eviction(name, namespace, body)
-        except ApiException as error:
-            if error.status == 429:
-                return False
-            raise
-        return True
 
-    @contextmanager
-    def cordoned(self, *nodes: str) -> Iterator[None]:
-        """Let the nodes take no new pods during the block."""
-        try:
-            for node in nodes:
-                self.core.patch_node(node, {"spec": {"unschedulable": True}})
-            yield
-        finally:
-            for node in nodes:
-                self.core.patch_node(node, {"spec": {"unschedulable": False}})
+        def evicted() -> bool:
+            try:
+                self.core.create_namespaced_pod_eviction(name, namespace, body)
+            except ApiException as error:
+                if error.status == 429:
+                    return False
+                raise
+            return True
 
-    @contextmanager
-    def drained(self, node: str, namespace: str, pod: str) -> Iterator[None]:
-        """Cordon the node and evict the pod as `kubectl drain` does. Uncordon the node at the end."""
-        with self.cordoned(node):
-            wait_for(
-                f"the eviction of {namespace}/{pod}",
-                lambda: self.evict_pod(namespace, pod),
-            )
-            yield
+        wait_for(f"the eviction of {namespace}/{name}", evicted)
 
     def logs(self, namespace: str, pod: str, container: str, *, previous: bool = False) -> str:
         try:

@@ -46,10 +46,11 @@ def kube() -> Kube:
 
 @pytest.fixture(scope="session")
 def installed(kube: Kube, testrun_uid: str) -> Kube:
-    """Install the release, once for all processes of a test run."""
+    """Install the release, once for all processes of a test run, and end the faults of a killed run."""
     installed_by = WORK / "installed-by"
     with _one_at_a_time("install"):
         if not installed_by.exists() or installed_by.read_text() != testrun_uid:
+            faults.heal_nodes()
             install.ensure_installed(kube)
             installed_by.write_text(testrun_uid)
     return kube

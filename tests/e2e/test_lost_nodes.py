@@ -27,14 +27,14 @@ def as_many_nodes_as_workers(scenario) -> Iterator[None]:
     Kubernetes keeps a dead node schedulable for about 40 seconds. The gang's topology spread then prefers
     that node, because it is the only one without another worker.
     """
-    with scenario.kube.cordoned(*scenario.nodes[SHORT.workers :]):
+    with faults.cordoned(*scenario.nodes[SHORT.workers :]):
         yield
 
 
 @pytest.fixture
 def two_nodes(scenario) -> Iterator[None]:
     """Leave two nodes that take pods."""
-    with scenario.kube.cordoned(*scenario.nodes[2:]):
+    with faults.cordoned(*scenario.nodes[2:]):
         yield
 
 
