@@ -149,6 +149,17 @@ class Kube:
             timeout_seconds=timeout_seconds,
         )
 
+    @contextmanager
+    def new_namespace(self, name: str, *, pool: str) -> Iterator[str]:
+        """Create a namespace for the length of the block. One that a killed run has left is deleted first."""
+        self.delete_namespace(name)
+        self.wait_namespace_gone(name)
+        self.ensure_namespace(name, pool=pool)
+        try:
+            yield name
+        finally:
+            self.delete_namespace(name)
+
     def ensure_secret(self, namespace: str, name: str, values: dict[str, str]) -> None:
         body = {"metadata": {"name": name}, "stringData": values}
         try:

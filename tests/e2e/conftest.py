@@ -14,6 +14,7 @@ import fcntl
 import json
 import re
 import subprocess
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -78,12 +79,15 @@ def pool(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def namespace(installed: Kube, pool: str, request: pytest.FixtureRequest) -> Iterator[str]:
-    name = "e2e-" + re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
-    installed.delete_namespace(name)
-    installed.wait_namespace_gone(name)
-    prepare_namespace(installed, name, pool=pool)
-    yield name
-    installed.delete_namespace(name)
+    with installed.new_namespace(_namespace_of(request.node), pool=pool) as name:
+        prepare_namespace(installed, name, pool=pool)
+        yield name
+
+
+def _namespace_of(test: pytest.Item) -> str:
+    """Return the same name in each run, which no other test has, also if their names begin alike."""
+    words = re.sub(r"[^a-z0-9]+", "-", test.name.lower())[:32].strip("-")
+    return f"e2e-{words}-{zlib.crc32(test.nodeid.encode()):08x}"
 
 
 @pytest.fixture

@@ -33,12 +33,9 @@ ONE_WORKER: dict[str, Any] = {"copies": 0, "object_every": None}
 @pytest.fixture(scope="module")
 def namespace(installed: Kube, worker_id: str) -> Iterator[str]:
     """One namespace for all cases of a test process, whose objects have different names."""
-    name = f"e2e-bad-input-{worker_id}"
-    installed.delete_namespace(name)
-    installed.wait_namespace_gone(name)
-    prepare_namespace(installed, name, pool=SHARED)
-    yield name
-    installed.delete_namespace(name)
+    with installed.new_namespace(f"e2e-bad-input-{worker_id}", pool=SHARED) as name:
+        prepare_namespace(installed, name, pool=SHARED)
+        yield name
 
 
 @pytest.fixture

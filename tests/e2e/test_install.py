@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 from kubernetes import client
-from testbed.config import HANG_SECONDS
+from testbed.config import HANG_SECONDS, SHARED
 from testbed.driver import install
 from testbed.driver.command_line import run_holdfast
 from testbed.driver.jobs import Training, store_manifest
@@ -80,9 +80,7 @@ def test_an_upgrade_does_not_affect_a_running_job(scenario, installed):
 
 def test_the_restricted_policy_admits_the_operator_pod(installed):
     """The operator's pod spec is created again in a namespace that enforces `restricted`."""
-    space = "e2e-restricted"
-    installed.ensure_namespace(space)
-    try:
+    with installed.new_namespace("e2e-restricted", pool=SHARED) as space:
         spec = operator_spec(installed)
         spec.pop("nodeName", None)
         spec["serviceAccountName"] = spec["serviceAccount"] = "default"
@@ -98,8 +96,6 @@ def test_the_restricted_policy_admits_the_operator_pod(installed):
         )
         body = {"metadata": {"name": "operator"}, "spec": spec}
         installed.core.create_namespaced_pod(space, body, dry_run="All")
-    finally:
-        installed.delete_namespace(space)
 
 
 def test_the_notes_print_commands_that_work(installed):
@@ -169,15 +165,9 @@ def test_a_reinstalled_operator_takes_over_the_jobs_of_the_one_before(scenario, 
     assert kube.get("TrainingJob", scenario.namespace, "doomed") is None, "deletable all the same"
 
     # A namespace with a job, a store and checkpoints can be deleted without an operator.
-    other = scenario.namespace + "-b"
-    kube.ensure_namespace(other)
-    kube.create(store_manifest(other))
-    kube.delete_namespace(other)
-    wait_for(
-        f"namespace {other} to go",
-        lambda: f"{other}" not in kubectl("get", "namespaces", "-o", "name"),
-        every_seconds=0.5,
-    )
+    with kube.new_namespace(f"{scenario.namespace}-b", pool=SHARED) as other:
+        kube.create(store_manifest(other))
+    kube.wait_namespace_gone(other)
 
     install.ensure_installed(kube)
     persisted = job.status["lastPersisted"]["step"]

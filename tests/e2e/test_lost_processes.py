@@ -22,13 +22,12 @@ from testbed.driver.scenario import SHORT, Scenario
 @pytest.fixture
 def neighbour(scenario: Scenario, pool: str, installed: Kube) -> Iterator[Scenario]:
     """Return a scenario in another namespace on the same nodes."""
-    namespace = scenario.namespace + "-b"
-    prepare_namespace(installed, namespace, pool=pool)
-    it = Scenario(installed, namespace, scenario.reference, scenario.nodes)
-    yield it
-    for job in it.jobs:
-        job.close()
-    installed.delete_namespace(namespace)
+    with installed.new_namespace(f"{scenario.namespace}-b", pool=pool) as namespace:
+        prepare_namespace(installed, namespace, pool=pool)
+        it = Scenario(installed, namespace, scenario.reference, scenario.nodes)
+        yield it
+        for job in it.jobs:
+            job.close()
 
 
 def inject(scenario: Scenario, *fault: str) -> None:

@@ -13,12 +13,10 @@ from testbed.driver.scenario import SHORT
 
 
 @pytest.fixture
-def strangers(installed: Kube, namespace: str) -> Iterator[str]:
+def strangers(installed: Kube, namespace: str, pool: str) -> Iterator[str]:
     """Return a namespace of another tenant."""
-    name = f"{namespace}-stranger"
-    installed.ensure_namespace(name)
-    yield name
-    installed.delete_namespace(name)
+    with installed.new_namespace(f"{namespace}-stranger", pool=pool) as name:
+        yield name
 
 
 def _forged(job: Job, genuine: Object, namespace: str, name: str, birth_round: int) -> Object:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from testbed.config import SHARED
 from testbed.driver.command_line import run_holdfast
 from testbed.driver.jobs import Job, job_manifest, prepare_namespace
 from testbed.driver.kube import Kube, Object, condition, is_true, show, wait_for
@@ -39,15 +38,11 @@ def assert_same_bits(scenario: Scenario, job: Job) -> None:
 
 
 @pytest.fixture
-def tenant(scenario: Scenario) -> Iterator[str]:
+def tenant(scenario: Scenario, pool: str) -> Iterator[str]:
     """A second namespace, whose store has keys of its own and reads the same bucket."""
-    name = f"{scenario.namespace[:50]}-tenant"
-    kube = scenario.kube
-    kube.delete_namespace(name)
-    kube.wait_namespace_gone(name)
-    prepare_namespace(kube, name, pool=SHARED)
-    yield name
-    kube.delete_namespace(name)
+    with scenario.kube.new_namespace(f"{scenario.namespace}-tenant", pool=pool) as name:
+        prepare_namespace(scenario.kube, name, pool=pool)
+        yield name
 
 
 def test_a_store_is_imported_after_every_object_was_lost(scenario):
