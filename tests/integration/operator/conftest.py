@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,19 +27,16 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorAccoun
 
 
 @pytest.fixture
-def empty_bed(
-    account: OperatorAccount, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[OperatorBed]:
+def empty_bed(account: OperatorAccount, tmp_path: Path) -> Iterator[OperatorBed]:
     """Return a namespace without a job and without a running operator, and a node without a lease.
 
     A test fails if the operator has made a call for which the chart gives it no right.
     """
-    namespace = f"t{abs(hash(request.node.name)) % 10**8}"
-    with opened_bed(account, namespace, tmp_path) as bed:
+    with opened_bed(account, f"t{secrets.token_hex(6)}", tmp_path) as bed:
         begin = account.mark()
         yield bed
     # The server refuses a call whose right it has not read yet: the operator starts while it reads them.
-    given = set[Right]().union(*map(account.rights, (namespace, *bed.also_watched)))
+    given = set[Right]().union(*map(account.rights, (bed.namespace, *bed.also_watched)))
     assert sorted(account.calls(begin).refused - given) == []
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from random import SystemRandom
 
 from tests.support.hang import HANG_SECONDS
 
 _FIRST, _LAST = 10_000, 29_999
 """Range of ports below the ephemeral ports (from 32768) and the node ports (from 30000). An ephemeral port
 could be taken by an outgoing connection before a server binds it, or binds it again after a restart."""
+_random = SystemRandom()
+"""Tests and libraries seed the generator of `random`, and processes with one seed would choose alike."""
 _returned: set[int] = set()
 """Ports that `free_port` has returned in this process."""
 
@@ -27,7 +29,7 @@ def free_port() -> int:
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        port = random.randrange(_FIRST + worker, _LAST + 1, workers)
+        port = _random.randrange(_FIRST + worker, _LAST + 1, workers)
         if port in _returned:
             continue
         with socket.socket() as probe:
@@ -45,7 +47,7 @@ def free_address(port: int) -> str:
     The addresses are random, because test processes that run side by side use the same port.
     """
     while True:
-        parts = random.randint(77, 89), random.randint(0, 255), random.randint(1, 254)
+        parts = _random.randint(77, 89), _random.randint(0, 255), _random.randint(1, 254)
         address = "127.{}.{}.{}".format(*parts)
         with socket.socket() as probe:
             try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.operator.api_proxy import ApiProxy
@@ -20,22 +21,21 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
-def delete_crd(bed: OperatorBed, plural: str) -> dict[str, Any]:
-    """Delete a CRD, and with it all of its objects. Return it."""
+@contextmanager
+def without_crd(bed: OperatorBed, plural: str) -> Iterator[None]:
+    """Delete a CRD, and with it all of its objects. Create it again after the block, for later tests too."""
     path = f"{CRDS}/{plural}.holdfast.dev"
     crd = bed.plane.request("GET", path)
     bed.plane.request("DELETE", path)
     bed.until("the CRD goes", lambda: bed.is_gone(path))
-    bed.until("its collection goes", lambda: bed.is_gone(bed.path(plural)))
-    return {k: v for k, v in crd.items() if k != "status"}
-
-
-def create_crd(bed: OperatorBed, crd: dict[str, Any], plural: str) -> None:
-    metadata = {
-        k: crd["metadata"][k] for k in ("name", "annotations", "labels") if k in crd["metadata"]
-    }
-    bed.plane.request("POST", CRDS, {**crd, "metadata": metadata})
-    bed.until("its collection is served", lambda: not bed.is_gone(bed.path(plural)))
+    try:
+        bed.until("its collection goes", lambda: bed.is_gone(bed.path(plural)))
+        yield
+    finally:
+        kept = ("name", "annotations", "labels")
+        metadata = {k: v for k, v in crd["metadata"].items() if k in kept}
+        bed.plane.request("POST", CRDS, {"metadata": metadata, "spec": crd["spec"]})
+        bed.until("its collection is served", lambda: not bed.is_gone(bed.path(plural)))
 
 
 @pytest.mark.fault("A CRD is upgraded, or deleted and created again")
@@ -44,9 +44,8 @@ def test_a_job_that_is_created_again_after_its_crd_trains(
 ) -> None:
     """Deleting the CRD deletes the job. Its pods are left to the garbage collector, which is not here."""
     old = gang.pod_names()
-    crd = delete_crd(gang, "trainingjobs")
-    assert gang.pod_names() == old
-    create_crd(gang, crd, "trainingjobs")
+    with without_crd(gang, "trainingjobs"):
+        assert gang.pod_names() == old
     for name in old:
         gang.kubelet.delete_pod(name)
     gang.train()
@@ -69,9 +68,8 @@ def test_records_of_commits_are_created_again_after_their_crd(
     bed.kubelet.publish(bed.pod(0, 0), replace(training(3, 0, 40), last_persisted=saved))
     recorded = partial(_steps, bed)
     bed.until("the record", lambda: recorded() == [40])
-    crd = delete_crd(bed, "checkpoints")
-    assert bed.status()["lastPersisted"]["step"] == 40
-    create_crd(bed, crd, "checkpoints")
+    with without_crd(bed, "checkpoints"):
+        assert bed.status()["lastPersisted"]["step"] == 40
     bed.until("the record is there again", lambda: recorded() == [40])
     assert bed.status()["restartRound"] == 0
     assert bed.status()["lastPersisted"]["step"] == 40
