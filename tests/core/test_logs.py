@@ -23,7 +23,8 @@ def test_what_others_cause_is_logged_once_a_minute(caplog: pytest.LogCaptureFixt
             limited.warning("room", "no room")
         clock.advance(61)
         limited.warning("room", "no room")
-    assert [r.fields["occurred"] for r in caplog.records] == [1, 1000]  # type: ignore[attr-defined]
+    said = [r.fields["occurred"] for r in caplog.records if r.getMessage() == "no room"]  # type: ignore[attr-defined]
+    assert said == [1, 1000]
 
 
 @contextmanager

@@ -273,4 +273,5 @@ async def test_what_is_deleted_is_logged_where_the_events_are_limited(
     for step in (10, 20):
         event = EmitEvent(EventKind.NORMAL, Reason.PRUNING, f"pruning s{step}-r0")
         await effects.emit(job(2), event)
-    assert caplog.messages == ["pruning s10-r0", "pruning s20-r0"]
+    said = [message for message in caplog.messages if message.startswith("pruning")]
+    assert said == ["pruning s10-r0", "pruning s20-r0"]
