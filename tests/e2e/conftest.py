@@ -1,10 +1,10 @@
 """The kind cluster of the test bed with Holdfast installed by Helm. Failures include logs and events.
 
 Each test gets its own namespace that enforces Pod Security `restricted`, so that tests can run side by side.
-Tests marked `node_faults` break nodes, or cut off all pods of nodes. They have a pool of nodes of their own
-and are in one file, so that they run one after the other, beside tests on the nodes of the other pool. Tests
-marked `alone` disrupt what all tests share: operator and chart. The uninterrupted reference run is made once
-for each image and arithmetic, and every scenario is compared with its bits.
+Tests marked `node_faults` break nodes, or cut off all pods of nodes. They have a pool of nodes of their own,
+with a lock, and are in one file, so that no process waits for it. They run beside tests on the nodes of the
+other pool. Tests marked `alone` disrupt what all tests share: operator and chart. The uninterrupted reference
+run is made once for each image and arithmetic, and every scenario is compared with its bits.
 """
 
 from __future__ import annotations
@@ -72,9 +72,13 @@ def nodes_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def pool(request: pytest.FixtureRequest) -> str:
-    """Return the pool of nodes on which the pods of the test run."""
-    return FAULTS if request.node.get_closest_marker("node_faults") else SHARED
+def pool(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return the pool of nodes for the pods of the test. One test at a time has the pool `faults`."""
+    if request.node.get_closest_marker("node_faults"):
+        with _one_at_a_time(f"pool-{FAULTS}"):
+            yield FAULTS
+    else:
+        yield SHARED
 
 
 @pytest.fixture
