@@ -160,7 +160,7 @@ def test_the_error_of_a_step_that_is_pruned_after_it_was_looked_up_names_the_pru
         for step in (2, 3):
             ckpt.save(step, state).wait(timeout=HANG_SECONDS)
     chosen = RestorePoint(1, 0) if is_chosen else RestorePoint()
-    start.agree(None, lambda round_: None, lambda: (RestartRound(1), chosen))
+    start.agree(None, lambda round_: None, lambda: (RestartRound(1), chosen, None))
     error = NotFoundError("checkpoint s1-r0: no manifest") if is_chosen else None
     with pytest.raises(CorruptionError, match=r"restore\(step=1\): .*pruned.*") as raised:
         start.after_fetch(None, None, error)

@@ -278,10 +278,14 @@ class Saves:
         decisions: SaveDecisions,
         status: SaveStatus,
         position: Position,
+        require_round: Callable[[], None],
         *,
         waits: bool,
     ) -> None:
-        """Create an object that has saved nothing. With `waits`, each save waits for a free slot."""
+        """Create an object that has saved nothing. With `waits`, each save waits for a free slot.
+
+        `require_round` begins a round, if a failed restore has left the ranks in none.
+        """
         self.have_begun = False
         """Whether a save was started since the folder was opened or rolled back. The same on every rank."""
         self.last: Step | None = None
@@ -292,6 +296,7 @@ class Saves:
         self._decisions = decisions
         self._status = status
         self._position = position
+        self._require_round = require_round
         self._waits = waits
         self._left: SaveHandle | None = None
         """The held save of a loop that was left early."""
@@ -389,6 +394,8 @@ class Saves:
             self._position.saved(state)
             self._status.count_older_failures()
             self._place.keep_for_training()
+            self._require_round()
+            handle.round = self._session.current_round
             if connection_seconds:
                 wait_connected(self._session, self._place, connection_seconds, may_close=False)
             self._hand_over(handle, state, slot_seconds)

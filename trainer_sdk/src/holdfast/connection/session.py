@@ -323,6 +323,11 @@ class Session:
             link.close()
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has a link, which connects again after each loss."""
+        return self._link is not None
+
+    @property
     def is_connected(self) -> bool:
         link = self._link  # another thread may close the session
         return link is not None and link.is_connected

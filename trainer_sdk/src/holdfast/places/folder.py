@@ -183,6 +183,8 @@ class FolderPlace:
         self._processes = root / "processes"
         self._store: GangStore | None = None
         self._restore_point: Claim | None = None
+        self._lost_fetches = 0
+        """Fetches in a row that ended with the connection."""
         self._device: int | None = None
         """Device number of the folder's file system when the folder was opened."""
         self._claim: Claim | None = None
@@ -244,20 +246,23 @@ class FolderPlace:
             session.round = round_
             self._open_link(session)
 
-        def choose() -> tuple[RestartRound, RestorePoint]:
+        def choose() -> tuple[RestartRound, RestorePoint, str | None]:
             session.round = None
             round_ = self._open_link(session)
             reply: RestoreReply = session.request(
                 Restore(round_, self._settings.rank), RestoreReply
             )
-            self._report_passed_over(reply)
-            return round_, reply.restore_point
+            return round_, reply.restore_point, self._passed_over(reply)
 
-        refused = self._start.agree(self._store, join, choose)
-        if refused is not None:
-            # The script may catch the error. Its saves and restores need a round in which all ranks are.
-            session.close()
-            self._start.agree(self._store, join, choose)
+        try:
+            refused = self._start.agree(self._store, join, choose)
+            if refused is not None and self._start.round is None:
+                # The script may catch the error. Its saves and restores need a round in which all ranks are.
+                session.close()
+                self._start.agree(self._store, join, choose)
+        except BaseException:
+            session.close()  # like the other ranks', so that all of them begin the next round together
+            raise
         self._hold_restore_point()
         if refused is not None:
             try:
@@ -288,8 +293,11 @@ class FolderPlace:
         )
 
     def after_fetch(self, step: Step | None, error: HoldfastError | None) -> NextFetch:
+        is_lost = isinstance(error, UnavailableError) and self._has_link()
+        self._lost_fetches = self._lost_fetches + 1 if is_lost else 0
         if error is not None and not _is_bad_copy(error):
-            return NextFetch.FAIL
+            # A persister that ends at each fetch would do so forever.
+            return NextFetch.REPEAT if 0 < self._lost_fetches < _STARTS else NextFetch.FAIL
         return self._start.after_fetch(self._store, step, error)
 
     def roll_back(self, session: Session, step: Step | None) -> None:
@@ -356,7 +364,7 @@ class FolderPlace:
 
         If the persister ends meanwhile, the next one is asked: a save needs a connection, too.
         """
-        if self._object_store is None or self._session is None:
+        if self._object_store is None or self._session is None or not self._has_link():
             return
         for _ in range(_STARTS):
             message = TakeStore(wait_connected(self._session, self))
@@ -382,6 +390,9 @@ class FolderPlace:
         return not waited
 
     # ------------------------------------------------------------------ inside
+
+    def _has_link(self) -> bool:
+        return self._session is not None and self._session.is_open
 
     def _open_link(self, session: Session) -> RestartRound:
         session.open(Link(self._connect, session, None, self.traits.peer, PERSISTER_PAUSE_SECONDS))
@@ -426,13 +437,13 @@ class FolderPlace:
             )
         )
 
-    def _report_passed_over(self, reply: RestoreReply) -> None:
-        """Log which newer checkpoints are not restored, or raise CorruptionError (on_damage="raise")."""
+    def _passed_over(self, reply: RestoreReply) -> str | None:
+        """Log which newer checkpoints are not restored. Return the error of on_damage="raise"."""
         if not reply.passed_over:
-            return
+            return None
         lines = "; ".join(reply.passed_over)
         if self._raises_on_damage:
-            raise CorruptionError(
+            return (
                 f"{self._root} has newer checkpoints than step {reply.restore_point.step}, which cannot be "
                 f"restored: {lines}. To go on from step {reply.restore_point.step}, use "
                 'on_damage="older", or delete them'
@@ -443,6 +454,7 @@ class FolderPlace:
             reply.restore_point.step,
             lines,
         )
+        return None
 
     def _hold_restore_point(self) -> None:
         """Keep other processes from deleting the checkpoint that this run was restored from."""

@@ -94,18 +94,19 @@ class FolderStart:
         self,
         store: GangStore | None,
         join: Callable[[RestartRound], None],
-        choose: Callable[[], tuple[RestartRound, RestorePoint]],
+        choose: Callable[[], tuple[RestartRound, RestorePoint, str | None]],
     ) -> CorruptionError | None:
         """Agree on round and restore point.
 
         Args:
             store: The gang's store, or None for a gang of one rank.
             join: Starts the persister of another rank than 0, in the round that was agreed.
-            choose: Starts rank 0's persister, and returns what it has chosen.
+            choose: Starts rank 0's persister, and returns what it has chosen, and why the ranks may not
+                restore it.
 
         Returns:
-            The error about the step that the script asked for, if rank 0 can read no copy of it. Every rank
-            gets it.
+            The error that every rank must raise. If it is about the step that the script asked for, of which
+            rank 0 can read no copy, the ranks are in no round, and `round` is None.
 
         Raises:
             CorruptionError: The folder cannot be read, or rank 0 could not open it.
@@ -115,6 +116,7 @@ class FolderStart:
         """
         self._start = next(self._starts)
         key = f"start/{self._start}"
+        self.round = None
         try:
             if self._settings.rank != 0 and store is not None:
                 value = json.loads(store.wait(key))
@@ -123,18 +125,17 @@ class FolderStart:
                     return CorruptionError(value["no_copy"])
                 self._take(value)
                 join(RestartRound(self.round or 0))
-                return None
-            self.round = None
+                return _as_error(value["refused"])
             # A checkpoint that is committed while the restore point is chosen must not count as seen.
             self._seen = self._checkpoints()
             try:
-                self.round, point = choose()
+                self.round, point, refused = choose()
             except (HoldfastError, OSError) as error:
                 if self._asked is not None and isinstance(error, CorruptionError):
-                    refused = self._no_copy(f" ({error})")
+                    no_copy = self._no_copy(f" ({error})")
                     if store is not None:
-                        store.publish(key, json.dumps({"no_copy": str(refused)}))
-                    return refused
+                        store.publish(key, json.dumps({"no_copy": str(no_copy)}))
+                    return no_copy
                 if store is not None:
                     is_config = isinstance(error, ConfigError)
                     store.publish(key, json.dumps({"error": str(error), "config": is_config}))
@@ -152,9 +153,10 @@ class FolderStart:
                     "restore": pair,
                     "run": self.run_id,
                     "kept": self._kept,
+                    "refused": refused,
                 }
                 store.publish(key, json.dumps(value))
-            return None
+            return _as_error(refused)
         finally:
             self._newer = []
 
@@ -317,6 +319,10 @@ class FolderStart:
             return frozenset(committed(self._root))
         except (HoldfastError, OSError):
             return frozenset()  # the folder was removed, so that it holds no newer checkpoint
+
+
+def _as_error(refused: object) -> CorruptionError | None:
+    return None if refused is None else CorruptionError(str(refused))
 
 
 _FILE = "shared/file"

@@ -1,0 +1,199 @@
+"""A script catches an error of a restore and goes on in the same process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from tests.support.hang import HANG_SECONDS
+from tests.support.trainer.launched import committed_step, persisters_of, run_two_ranks, until
+
+import holdfast
+from holdfast.connection.session import Session
+from holdfast.places.folder import PersisterProcess
+from holdfast.places.place import Place, wait_connected
+from holdfast_core.errors import CorruptionError, UnavailableError
+from holdfast_core.ids import RestartRound
+
+State = dict[str, torch.Tensor]
+
+
+def state_of(step: int) -> State:
+    return {"t": torch.full((2000,), float(step))}
+
+
+def save(ckpt: holdfast.Checkpointer, *steps: int) -> None:
+    for step in steps:
+        ckpt.save(step, state_of(step)).wait(timeout=HANG_SECONDS)
+
+
+def damage(folder: Path, step: int) -> None:
+    (shard,) = folder.rglob(f"s{step:012d}-*/*.shard")
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def kill_persister(folder: Path) -> None:
+    (pid,) = persisters_of(os.getpid(), folder)
+    os.kill(pid, 9)
+
+
+@contextmanager
+def no_process_can_start(folder: Path) -> Iterator[None]:
+    """Kill the process that writes to the folder, and let no other start."""
+
+    def refused(*_: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, "cannot allocate memory")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PersisterProcess, "start", refused)
+        patched.setattr("holdfast.places.folder._STARTING_SECONDS", 0.0)
+        kill_persister(folder)
+        yield
+
+
+CALLS: dict[str, Callable[[holdfast.Checkpointer], int | None]] = {
+    "restore": lambda ckpt: ckpt.restore(state_of(0)),
+    "restore_tensors": lambda ckpt: _step(ckpt.restore_tensors(state_of(0))),
+    "peek": lambda ckpt: _step(ckpt.peek()),
+}
+
+
+def _step(found: holdfast.RestorePoint | None) -> int | None:
+    return None if found is None else found.step
+
+
+@pytest.mark.fault("A restore finds no process that writes to the folder, and the script goes on")
+@pytest.mark.parametrize("rolls_back", [False, True], ids=["first", "rolls back"])
+@pytest.mark.parametrize("failing", CALLS)
+def test_a_restore_that_could_not_connect_is_repeated(
+    tmp_path: Path, failing: str, rolls_back: bool
+) -> None:
+    with holdfast.Checkpointer(tmp_path) as ckpt:
+        save(ckpt, 1)
+    state = state_of(0)
+    with holdfast.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(state) == 1
+        if rolls_back:
+            save(ckpt, 2)
+        with no_process_can_start(tmp_path):
+            with pytest.raises(UnavailableError, match="cannot allocate memory"):
+                CALLS[failing](ckpt)
+        step = 2 if rolls_back else 1
+        assert ckpt.restore(state) == step
+        assert torch.equal(state["t"], state_of(step)["t"])
+        save(ckpt, 3)
+    assert committed_step(tmp_path) == 3
+
+
+@pytest.mark.fault("A restore finds no process that writes to the folder, and the script saves")
+@pytest.mark.parametrize("rolls_back", [False, True], ids=["first", "rolls back"])
+def test_saves_after_a_restore_that_could_not_connect(tmp_path: Path, rolls_back: bool) -> None:
+    with holdfast.Checkpointer(tmp_path) as ckpt:
+        save(ckpt, 1)
+    with holdfast.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(state_of(0)) == 1
+        if rolls_back:
+            save(ckpt, 2)
+        with no_process_can_start(tmp_path):
+            with pytest.raises(UnavailableError, match="cannot allocate memory"):
+                ckpt.restore(state_of(0))
+        save(ckpt, 3, 4)
+        assert ckpt.restore(state_of(0)) == 4
+    assert committed_step(tmp_path) == 4
+
+
+@pytest.mark.fault("The folder's writer is killed during a restore")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_restore_is_repeated_when_the_persister_ends(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter([kill_persister, kill_persister])
+
+    def then_killed(session: Session, place: Place, *args: Any) -> RestartRound:
+        round_ = wait_connected(session, place, *args)
+        for kill in kills:
+            kill(tmp_path)
+            until(lambda: not session.is_connected, "the loss of the connection")
+            break
+        return round_
+
+    with holdfast.Checkpointer(tmp_path) as ckpt:
+        save(ckpt, 1)
+    with holdfast.Checkpointer(tmp_path) as ckpt:
+        monkeypatch.setattr("holdfast.checkpoint.restoring.wait_connected", then_killed)
+        assert CALLS[call](ckpt) == 1
+        assert next(kills, None) is None
+
+
+@pytest.mark.fault("The folder's writer ends at every read of a restore")
+def test_a_restore_fails_if_each_persister_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def then_killed(session: Session, place: Place, *args: Any) -> RestartRound:
+        round_ = wait_connected(session, place, *args)
+        kill_persister(tmp_path)
+        until(lambda: not session.is_connected, "the loss of the connection")
+        return round_
+
+    with holdfast.Checkpointer(tmp_path) as ckpt:
+        save(ckpt, 1)
+    with holdfast.Checkpointer(tmp_path) as ckpt:
+        with monkeypatch.context() as patched:
+            patched.setattr("holdfast.checkpoint.restoring.wait_connected", then_killed)
+            with pytest.raises(UnavailableError, match="connection"):
+                ckpt.restore(state_of(0))
+        assert ckpt.restore(state_of(0)) == 1
+
+
+@pytest.mark.fault("No checkpoint can be read, and a person moves them away while the script waits")
+def test_saves_succeed_after_damaged_checkpoints_were_moved_away(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path, when_busy="wait") as ckpt:
+        save(ckpt, 1)
+        damage(tmp_path, 1)
+        with pytest.raises(CorruptionError, match="move them away"):
+            ckpt.restore(state_of(0))
+        handle = ckpt.save(2, state_of(2))
+        with pytest.raises(holdfast.SaveFailedError, match="move them away"):
+            handle.wait(timeout=HANG_SECONDS)
+        shutil.rmtree(tmp_path / "tier")
+        save(ckpt, 3)
+        assert ckpt.restore(state_of(0)) == 3
+
+
+@pytest.mark.fault('Two ranks go on after the error of on_damage="raise"')
+def test_ranks_save_after_the_error_of_on_damage(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, holdfast\n"
+        "import torch.distributed as dist\n"
+        "from pathlib import Path\n"
+        "dist.init_process_group('gloo')\n"
+        "folder = holdfast.Folder(sys.argv[1], keep_last=9, on_damage='raise')\n"
+        "t = torch.full((4,), 1.0)\n"
+        "with holdfast.Checkpointer(folder) as ckpt:\n"
+        "    for step in (1, 2):\n"
+        "        ckpt.save(step, {'t': t}).wait()\n"
+        "    dist.barrier()\n"
+        "    if dist.get_rank() == 0:\n"
+        "        for shard in Path(sys.argv[1]).rglob('s000000000002-*/*.shard'):\n"
+        "            shard.write_bytes(shard.read_bytes()[:-100])\n"
+        "    dist.barrier()\n"
+        "    for _ in range(2):\n"
+        "        try:\n"
+        "            ckpt.restore({'t': t})\n"
+        "        except holdfast.CorruptionError as error:\n"
+        "            assert 'newer checkpoints than step 1' in str(error), error\n"
+        "        else:\n"
+        "            raise AssertionError('it was restored')\n"
+        "    ckpt.save(3, {'t': t + 2}).wait()\n"
+        "    assert ckpt.restore({'t': t}) == 3 and t[0] == 3, t\n"
+    )
+    run_two_ranks(program, tmp_path)
+    assert committed_step(tmp_path / "ckpt") == 3
