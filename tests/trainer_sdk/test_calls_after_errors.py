@@ -19,7 +19,7 @@ import holdfast
 from holdfast.connection.session import Session
 from holdfast.places.folder import PersisterProcess
 from holdfast.places.place import Place, wait_connected
-from holdfast_core.errors import CorruptionError, UnavailableError
+from holdfast_core.errors import ConfigError, CorruptionError, UnavailableError
 from holdfast_core.ids import RestartRound
 
 State = dict[str, torch.Tensor]
@@ -197,3 +197,49 @@ def test_ranks_save_after_the_error_of_on_damage(tmp_path: Path) -> None:
     )
     run_two_ranks(program, tmp_path)
     assert committed_step(tmp_path / "ckpt") == 3
+
+
+@pytest.mark.fault("Another run saves in the folder and ends, and the script of the first restores")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_restore_after_a_refused_save_finds_what_another_run_has_saved(
+    tmp_path: Path, call: str
+) -> None:
+    with holdfast.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(state_of(0)) is None
+        with holdfast.Checkpointer(tmp_path) as other:
+            save(other, 5)
+        with pytest.raises(ConfigError, match="another run has saved step 5"):
+            ckpt.save(1, state_of(1))
+        assert CALLS[call](ckpt) == 5
+        save(ckpt, 6)
+    assert committed_step(tmp_path) == 6
+
+
+@pytest.mark.fault("Two ranks may not save in a folder that is in use, and save after its release")
+def test_ranks_save_when_the_other_run_has_ended(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time, torch, holdfast\n"
+        "import torch.distributed as dist\n"
+        "from pathlib import Path\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.full((4,), 1.0)\n"
+        "with holdfast.Checkpointer(sys.argv[1], when_busy='wait') as ckpt:\n"
+        "    assert ckpt.restore({'t': t}) is None\n"
+        "    if dist.get_rank() == 0:\n"
+        "        from holdfast.directory.processes import TrainingLock\n"
+        "        lock = TrainingLock(Path(sys.argv[1]), lambda: None)\n"
+        "        lock.take()\n"
+        "    dist.barrier()\n"
+        "    try:\n"
+        "        ckpt.save(1, {'t': t})\n"
+        "    except holdfast.ConfigError as error:\n"
+        "        assert 'is in use' in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError('it was saved')\n"
+        "    if dist.get_rank() == 0:\n"
+        "        lock.release()\n"
+        "    dist.barrier()\n"
+        "    ckpt.save(1, {'t': t}).wait()\n"
+    )
+    run_two_ranks(program, tmp_path)
+    assert committed_step(tmp_path / "ckpt") == 1

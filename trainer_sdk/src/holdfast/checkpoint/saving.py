@@ -42,7 +42,7 @@ from holdfast.state.snapshot import (
 from holdfast.state.tensors import uses_gpu
 from holdfast.training.inexact_data import inexact_data
 from holdfast.training.loop import Position
-from holdfast_core.errors import DeviceError, SaveFailedError, UnavailableError
+from holdfast_core.errors import ConfigError, DeviceError, SaveFailedError, UnavailableError
 from holdfast_core.ids import Digest, Level, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.shared_files import LayoutFiles
@@ -287,7 +287,8 @@ class Saves:
         `require_round` begins a round, if a failed restore has left the ranks in none.
         """
         self.have_begun = False
-        """Whether a save was started since the folder was opened or rolled back. The same on every rank."""
+        """Whether a save was started or refused since the folder was opened or rolled back. The same on every
+        rank."""
         self.last: Step | None = None
         """The last step that was saved, until it is rolled back or dropped."""
         self._place = place
@@ -313,7 +314,7 @@ class Saves:
 
         Raises ConfigError where this run may not save.
         """
-        self._place.take_for_training()
+        self.take_for_training()
         self.hand_over_left()
         handle = SaveHandle(step, self._session.current_round, self._saving)
         slot_seconds = _BUSY_WAIT_SECONDS if is_important or self._waits else 0.0
@@ -324,12 +325,23 @@ class Saves:
                 logger.warning(line)
         return handle
 
+    def take_for_training(self) -> None:
+        """Acquire the right to save. After a ConfigError the next restore looks for newer checkpoints.
+
+        Another run may have saved them, and this run may save after it was restored from the newest.
+        """
+        try:
+            self._place.take_for_training()
+        except ConfigError:
+            self.have_begun = True
+            raise
+
     def save_left(self, step: Step, state: Mapping[str, Any]) -> None:
         """Save the last step of a loop that was left early, and hold that save."""
         self._left = SaveHandle(step, self._session.current_round, self._saving)
         self._session.saves.defer(self._left)
         try:
-            self._place.take_for_training()
+            self.take_for_training()
             self._start(self._left, state, _LEAVE_WAIT_SECONDS, _LEAVE_WAIT_SECONDS)
         except Exception as error:  # noqa: BLE001 - Python would only print it; `close` raises it
             self._left_error = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -115,7 +116,6 @@ _STARTS = 5
 """Starts of a persister that end before it answers, after which the restore fails."""
 _STARTING_SECONDS = 5.0
 """The least time for these starts: memory or descriptors may be short for a moment."""
-_TRAINING = "training"
 """Key in the gang's store: why rank 0 may not save, or null."""
 
 
@@ -176,6 +176,8 @@ class FolderPlace:
         )
         self._training = TrainingLock(root, self._start.expect_nothing_newer)
         self._may_save = False
+        self._takes = itertools.count()
+        """Numbers of the attempts to get the right to save: no rank may read the refusal of an older one."""
         self._object_store = None if folder.store is None else required_store(folder.store)
         self._store_keep_last = folder.store_keep_last
         self._session: Session | None = None
@@ -339,9 +341,10 @@ class FolderPlace:
         if self._may_save:
             return
         store = self._store
+        key = f"training/{next(self._takes)}"
         error: str | None = None
         if self._settings.rank != 0 and store is not None:
-            error = json.loads(store.wait(_TRAINING))
+            error = json.loads(store.wait(key))
         else:
             try:
                 if self._is_read_only:
@@ -354,7 +357,7 @@ class FolderPlace:
             except ConfigError as refused:
                 error = str(refused)
             if store is not None:
-                store.publish(_TRAINING, json.dumps(error))
+                store.publish(key, json.dumps(error))
         if error is not None:
             raise ConfigError(error)
         self._may_save = True

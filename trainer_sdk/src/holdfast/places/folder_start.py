@@ -243,7 +243,7 @@ class FolderStart:
         if newer:
             raise ConfigError(
                 f"{self._root}: another run has saved step {max(c.step for c in newer)} since "
-                "this one opened the folder. Start again to continue from that step, or choose "
+                "this one opened the folder. Restore or start again to continue from that step, or choose "
                 "another folder"
             )
 
