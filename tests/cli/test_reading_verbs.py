@@ -115,6 +115,16 @@ def test_a_checkpoint_is_shown(
     assert document["job"] == "team-a/gpt-small"
 
 
+def test_a_checkpoint_of_a_store_without_a_shard_is_passed_over_as_a_restore_does(
+    store: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for shard in store.rglob("s000000000003-*/rank000000-*"):
+        shard.unlink()
+    code, out, _ = command(capsys, "show", store, "-o", "json")
+    assert (code, json.loads(out)["step"]) == (0, 2)
+    assert "step 3 is passed over: the shards of ranks [0" in caplog.text
+
+
 def test_two_checkpoints_are_compared(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = command(capsys, "diff", f"{saved}@1", f"{saved}@3")
     assert code == 0

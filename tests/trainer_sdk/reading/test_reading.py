@@ -233,6 +233,34 @@ def test_a_damaged_newest_manifest_is_passed_over_unless_its_step_is_asked_for(
         assert str(path) in caplog.text
 
 
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["missing", "damaged"])
+def test_a_newest_checkpoint_without_a_shard_is_passed_over_as_a_restore_does(
+    sharded: Path, caplog: pytest.LogCaptureFixture, is_damaged: bool
+) -> None:
+    write_checkpoint(sharded, TENSORS, MESH, step=9)
+    (path,) = sharded.rglob("s000000000009-*/rank000001-*.shard")
+    if is_damaged:
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        path.unlink()
+    with holdfast.open(sharded) as folder:
+        with folder.at() as saved:
+            assert saved.step == 5
+        assert "step 9 is passed over: the shards of ranks [1]" in caplog.text
+        with folder.at(9) as saved:
+            assert saved.lost_ranks() == [1]
+            assert np.array_equal(
+                saved.tensors()["model.whole"].read().numpy(), TENSORS["model.whole"][1]
+            )
+
+
+def test_the_only_checkpoint_is_opened_though_a_shard_is_missing(sharded: Path) -> None:
+    min(sharded.rglob("rank000001-*.shard")).unlink()
+    with holdfast.open(sharded) as folder, folder.at() as saved:
+        assert saved.step == 5
+        assert np.array_equal(saved.tensors()["model.rows"].read().numpy(), WIDE)
+
+
 def test_a_missing_layout_is_replaced_by_that_of_a_rank_with_the_same_tensors(
     sharded: Path,
 ) -> None:

@@ -70,8 +70,8 @@ class Checkpoints(Closing):
         """Open the checkpoint of a step, or the one that a restore would choose.
 
         If several runs have saved the step, the newest one counts. Without a step, a checkpoint with a
-        damaged manifest is passed over, with a warning. Raises NotFoundError where there is no such
-        checkpoint, and CorruptionError where its manifest is damaged.
+        damaged manifest or without some of its shards is passed over, with a warning. Raises
+        NotFoundError where there is no such checkpoint, and CorruptionError where its manifest is damaged.
         """
         for _ in range(_ATTEMPTS):
             found = self._found(step)
@@ -158,17 +158,35 @@ class Checkpoints(Closing):
     def _first_that_opens(
         self, found: Sequence[CheckpointId], *, may_pass_over: bool
     ) -> SavedCheckpoint:
-        """Open the first of these checkpoints. Raises NotFoundError if it was pruned meanwhile."""
+        """Open the first of these checkpoints. Raises NotFoundError if it was pruned meanwhile.
+
+        If some may be passed over, it is the first that has all shards, as for a restore. Where none has, it
+        is the first whose manifest can be read, because other ranks may hold what is missing.
+        """
+        reasons: dict[CheckpointId, str] = {}
+        lacking: CheckpointId | None = None
         for checkpoint in found:
             try:
-                return SavedCheckpoint(self._source, checkpoint)
+                saved = SavedCheckpoint(self._source, checkpoint)
             except FormatError as error:
-                if not may_pass_over or checkpoint == found[-1]:
+                if not may_pass_over or (checkpoint == found[-1] and lacking is None):
                     raise
-                logger.warning(
-                    "%s: step %d is passed over: %s", self._source.name, checkpoint.step, error
-                )
-        raise AssertionError("unreachable: the last one is opened or raises")
+                reasons[checkpoint] = str(error)
+                continue
+            lost = saved.lost_ranks() if may_pass_over else ()
+            if not lost:
+                for other, why in reasons.items():
+                    logger.warning(
+                        "%s: step %d is passed over: %s", self._source.name, other.step, why
+                    )
+                return saved
+            saved.close()
+            if checkpoint not in self._source.checkpoints():
+                raise NotFoundError(f"{self._source.name}: step {checkpoint.step} was pruned")
+            reasons[checkpoint] = f"the shards of ranks {list(lost)} are missing or damaged"
+            lacking = lacking or checkpoint
+        assert lacking is not None, "the last one is opened, lacks shards, or raises"
+        return SavedCheckpoint(self._source, lacking)
 
     def _found(self, step: int | None) -> Sequence[CheckpointId]:
         """Return the checkpoints of a step, or all. The newest is first. Raises NotFoundError for none."""

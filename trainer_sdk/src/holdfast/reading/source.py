@@ -25,7 +25,7 @@ from holdfast.directory.commit import (
 from holdfast.directory.processes import claim_checkpoint
 from holdfast_core.clock import SystemClock
 from holdfast_core.drill import DrillPlace
-from holdfast_core.errors import ConfigError, ForbiddenByStateError
+from holdfast_core.errors import ConfigError, ForbiddenByStateError, FormatError
 from holdfast_core.format import keys
 from holdfast_core.format.manifest import Manifest, ManifestShard, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName, age_of
@@ -167,6 +167,10 @@ class CheckpointSource(Closing, Protocol):
         """Return the manifest, verified. Raises NotFoundError, CorruptionError, FormatError."""
         ...
 
+    def lacks(self, manifest: Manifest) -> Sequence[int]:
+        """Return the ranks whose shards are not here, or are known to be damaged. No payload is read."""
+        ...
+
     def layout(self, ref: ShardRef, digest: Digest) -> bytes:
         """Return the layout of a shard, verified. Raises NotFoundError, CorruptionError."""
         ...
@@ -260,6 +264,15 @@ class FolderSource(Closing):
     def manifest(self, checkpoint: CheckpointId) -> Manifest:
         document = self._tier.get_manifest(JOB_UID, checkpoint)
         return parse_manifest_of(document, JOB_UID, checkpoint)
+
+    def lacks(self, manifest: Manifest) -> list[int]:
+        return [shard.rank for shard in manifest.shards if not self._has(manifest.ref(shard.rank))]
+
+    def _has(self, ref: ShardRef) -> bool:
+        try:
+            return self._tier.look_up(ref) is not None
+        except FormatError:
+            return False
 
     def layout(self, ref: ShardRef, digest: Digest) -> bytes:
         return self._tier.get_layout(digest)
