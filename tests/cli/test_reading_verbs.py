@@ -269,6 +269,24 @@ def test_weights_are_imported_from_a_file_or_a_folder(
     assert not any(tmp_path.iterdir())
 
 
+def test_the_home_directory_is_replaced_in_outputs_as_in_targets(
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    assert command(capsys, "export", saved, "--format=hf", "--to=~/out")[0] == 0
+    assert command(capsys, "merge", saved, f"{saved}@3", "--method=mean", "--to=~/mean")[0] == 0
+    assert command(capsys, "import", "~/out", "--format=hf", "--to=~/ckpt")[0] == 0
+    assert command(capsys, "list", "~/ckpt")[0] == 0
+    assert {path.name for path in home.iterdir()} == {"out", "mean", "ckpt"}
+    assert list(tmp_path.iterdir()) == [home]
+
+
 def test_an_answer_needs_a_terminal_that_is_open(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

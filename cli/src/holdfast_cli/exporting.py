@@ -10,7 +10,7 @@ import click
 from holdfast.convert.exporting import DEFAULT_ENTRY, Export, Format, export
 from holdfast.convert.merging import MAX_THREADS, Merge, MergeReport, Method, SourceStep, merge
 from holdfast.convert.selection import CASTS
-from holdfast_cli.options import Session, TargetType, common_options, target_argument
+from holdfast_cli.options import Session, TargetType, common_options, expanded, target_argument
 from holdfast_cli.output import Result
 from holdfast_cli.places import place_of
 from holdfast_cli.progress import ByteProgress
@@ -34,6 +34,7 @@ _dtype = click.option(
 @click.option(
     "--to",
     type=click.Path(path_type=Path),
+    callback=expanded,
     required=True,
     metavar="OUT",
     help="New folder; with torch a new file.",
@@ -46,6 +47,7 @@ _dtype = click.option(
 @click.option(
     "--config-from",
     type=click.Path(path_type=Path),
+    callback=expanded,
     metavar="FOLDER",
     help="With hf: copy config.json, tokenizer and other files without weights from here.",
 )
@@ -83,7 +85,12 @@ def command(
     required=True,
 )
 @click.option(
-    "--to", type=click.Path(path_type=Path), required=True, metavar="OUT", help="New folder."
+    "--to",
+    type=click.Path(path_type=Path),
+    callback=expanded,
+    required=True,
+    metavar="OUT",
+    help="New folder.",
 )
 @click.option(
     "--method", required=True, help="mean, ema:DECAY, weights:W1,W2,... or metric:NAME[:max]."
@@ -93,6 +100,7 @@ def command(
 @click.option(
     "--config-from",
     type=click.Path(path_type=Path),
+    callback=expanded,
     metavar="FOLDER",
     help="Copy config.json, tokenizer and other files without weights from here.",
 )

@@ -23,7 +23,7 @@ import click
 
 from holdfast_cli.errors import CommandError, NotFound, UsageError
 from holdfast_cli.gangs import VERSION
-from holdfast_cli.options import Session, common_options, target_argument
+from holdfast_cli.options import Session, common_options, expanded, target_argument
 from holdfast_cli.output import Column, Format, Result, Table, say, show
 from holdfast_cli.progress import NO_OPERATOR, Waiting
 from holdfast_cli.targets import ClusterTarget, Kind, PlaceTarget, StoreTarget, Target, local_path
@@ -196,7 +196,9 @@ def import_table(found: StoreImport) -> Table:
 )
 @target_argument(Kind.STORE)
 @click.option("--format", type=click.Choice(["hf", "dcp", "torch"]), help="Format of the weights.")
-@click.option("--to", metavar="DIR", help="Folder without checkpoints, for the weights.")
+@click.option(
+    "--to", metavar="DIR", callback=expanded, help="Folder without checkpoints, for the weights."
+)
 @click.option("--entry", help="Entry of the state that gets the weights (default: model).")
 @click.option("--job", help="Name or uid of one job of the store (default: all of the namespace).")
 @click.option(

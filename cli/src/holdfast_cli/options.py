@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from holdfast_cli.errors import CommandError, NotFound, UsageError
 from holdfast_cli.output import Format
-from holdfast_cli.targets import ClusterTarget, Kind, Program, Target, parse_target
+from holdfast_cli.targets import ClusterTarget, Kind, Program, Target, local_path, parse_target
 
 if TYPE_CHECKING:
     from holdfast_cli.cluster import ClusterClient
@@ -140,6 +140,11 @@ def everywhere_option(command: F) -> F:
         expose_value=False,
         help="List those of all namespaces.",
     )(command)
+
+
+def expanded(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Replace the ~ of a path, as in a TARGET. No shell does it behind `--to=` or within quotes."""
+    return type(value)(local_path(str(value))) if str(value).startswith("~") else value
 
 
 def yes_option(command: F) -> F:
