@@ -26,10 +26,10 @@ LIMITS = {
     # 13 let a prune that fails for ever give its turn to others, and 8 say what a delete waits for.
     "operator": 14421,
     "sidecar": 8532,  # 11 make a request for the plan wait until its coordinator has begun the round
-    # 240 of them are the suite that stores of others must pass (holdfast.testing), and 20 begin a round after
+    # 240 of them are the suite that stores of others must pass (holdfast.testing), and 60 begin a round after
     # a restore that failed, so that the script can go on.
-    "trainer_sdk": 17968,
-    "cli": 5350,
+    "trainer_sdk": 18032,
+    "cli": 5362,
 }
 """Most lines of code of each package."""
 

@@ -116,7 +116,6 @@ _STARTS = 5
 """Starts of a persister that end before it answers, after which the restore fails."""
 _STARTING_SECONDS = 5.0
 """The least time for these starts: memory or descriptors may be short for a moment."""
-"""Key in the gang's store: why rank 0 may not save, or null."""
 
 
 class FolderPlace:
@@ -177,7 +176,7 @@ class FolderPlace:
         self._training = TrainingLock(root, self._start.expect_nothing_newer)
         self._may_save = False
         self._takes = itertools.count()
-        """Numbers of the attempts to get the right to save: no rank may read the refusal of an older one."""
+        """Numbers of the attempts to get the right to save: no rank may read the answer to an older one."""
         self._object_store = None if folder.store is None else required_store(folder.store)
         self._store_keep_last = folder.store_keep_last
         self._session: Session | None = None

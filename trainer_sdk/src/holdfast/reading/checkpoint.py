@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -256,10 +256,6 @@ class SavedCheckpoint(Closing):
     def nbytes(self) -> int:
         """Bytes of all ranks' payloads."""
         return self._manifest.payload_bytes
-
-    def lost_ranks(self) -> Sequence[int]:
-        """Return the ranks whose shards are not here, or are known to be damaged. No payload is read."""
-        return self._reader.source.lacks(self._manifest)
 
     def tensors(self) -> Mapping[str, LazyTensor]:
         """Return the tensors of the gang by name, each whole. No tensor is read yet.

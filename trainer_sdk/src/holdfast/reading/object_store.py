@@ -160,9 +160,10 @@ class StoreSource(Closing):
         document = self._tier.get_manifest(self.namespace, self.job_uid, checkpoint)
         return parse_manifest_of(document, self.job_uid, checkpoint)
 
-    def lacks(self, manifest: Manifest) -> list[int]:
-        stored = self._tier.shards_stored(self.namespace, self.job_uid, manifest.checkpoint)
-        return [s.rank for s in manifest.shards if (s.rank, s.blake3[3:19]) not in stored]
+    def lacks(self, checkpoint: CheckpointId) -> list[int]:
+        stored = self._tier.shards_stored(self.namespace, self.job_uid, checkpoint)
+        shards = self.manifest(checkpoint).shards
+        return [s.rank for s in shards if (s.rank, s.blake3[3:19]) not in stored]
 
     def layout(self, ref: ShardRef, digest: Digest) -> bytes:
         return self._tier.get_layout(self.namespace, ref, digest)

@@ -167,20 +167,19 @@ class Checkpoints(Closing):
         lacking: CheckpointId | None = None
         for checkpoint in found:
             try:
-                saved = SavedCheckpoint(self._source, checkpoint)
+                lost = self._source.lacks(checkpoint) if may_pass_over else ()
+                saved = None if lost else SavedCheckpoint(self._source, checkpoint)
             except FormatError as error:
                 if not may_pass_over or (checkpoint == found[-1] and lacking is None):
                     raise
                 reasons[checkpoint] = str(error)
                 continue
-            lost = saved.lost_ranks() if may_pass_over else ()
-            if not lost:
+            if saved is not None:
                 for other, why in reasons.items():
                     logger.warning(
                         "%s: step %d is passed over: %s", self._source.name, other.step, why
                     )
                 return saved
-            saved.close()
             if checkpoint not in self._source.checkpoints():
                 raise NotFoundError(f"{self._source.name}: step {checkpoint.step} was pruned")
             reasons[checkpoint] = f"the shards of ranks {list(lost)} are missing or damaged"

@@ -167,8 +167,11 @@ class CheckpointSource(Closing, Protocol):
         """Return the manifest, verified. Raises NotFoundError, CorruptionError, FormatError."""
         ...
 
-    def lacks(self, manifest: Manifest) -> Sequence[int]:
-        """Return the ranks whose shards are not here, or are known to be damaged. No payload is read."""
+    def lacks(self, checkpoint: CheckpointId) -> Sequence[int]:
+        """Return the ranks whose shards are not here, or are known to be damaged. No payload is read.
+
+        Raises as `manifest` does.
+        """
         ...
 
     def layout(self, ref: ShardRef, digest: Digest) -> bytes:
@@ -265,7 +268,8 @@ class FolderSource(Closing):
         document = self._tier.get_manifest(JOB_UID, checkpoint)
         return parse_manifest_of(document, JOB_UID, checkpoint)
 
-    def lacks(self, manifest: Manifest) -> list[int]:
+    def lacks(self, checkpoint: CheckpointId) -> list[int]:
+        manifest = self.manifest(checkpoint)
         return [shard.rank for shard in manifest.shards if not self._has(manifest.ref(shard.rank))]
 
     def _has(self, ref: ShardRef) -> bool:
