@@ -125,6 +125,15 @@ def test_the_lock_file_of_another_process_is_not_removed(
     held.release()
 
 
+@pytest.mark.fault("A folder is a symbolic link whose target is away")
+@pytest.mark.parametrize("name", ["training.lock", "processes/rank000000"])
+def test_a_lock_below_a_link_without_a_target_is_an_error(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "ckpt"
+    folder.symlink_to(tmp_path / "unmounted")
+    with pytest.raises(FileExistsError, match="ckpt"):
+        Claim(folder / name)
+
+
 def test_a_forked_child_does_not_keep_its_parents_lock(process: Process) -> None:
     """The child is a data loader's worker that survives when its trainer is killed."""
     held = Claim(process.trainer)

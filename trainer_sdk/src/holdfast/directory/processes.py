@@ -164,8 +164,9 @@ def _locked(path: Path, *, wait: bool) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             path.parent.mkdir(parents=True)
-        except FileExistsError:
-            if not path.parent.is_dir() and path.parent.exists():
+        except FileExistsError as error:
+            # A symbolic link whose target is away would be tried for ever.
+            if os.path.lexists(error.filename) and not Path(error.filename).is_dir():
                 raise
         try:
             descriptor = os.open(path, flags, 0o660)
