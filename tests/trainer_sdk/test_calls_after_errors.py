@@ -243,3 +243,19 @@ def test_ranks_save_when_the_other_run_has_ended(tmp_path: Path) -> None:
     )
     run_two_ranks(program, tmp_path)
     assert committed_step(tmp_path / "ckpt") == 1
+
+
+@pytest.mark.fault("A folder is moved away while a process trains in it, and the script restores")
+def test_a_folder_that_was_moved_away_is_no_beginning_at_step_0(tmp_path: Path) -> None:
+    folder, away = tmp_path / "ckpt", tmp_path / "away"
+    state = state_of(0)
+    with holdfast.Checkpointer(folder) as ckpt:
+        save(ckpt, 1, 2)
+        folder.rename(away)
+        for restore in (ckpt.restore, ckpt.restore, lambda _: ckpt.peek()):
+            with pytest.raises(CorruptionError, match="not the folder that this process opened"):
+                restore(state)
+        shutil.rmtree(folder)
+        away.rename(folder)
+        assert ckpt.restore(state) == 2
+        assert torch.equal(state["t"], state_of(2)["t"])

@@ -21,6 +21,7 @@ from holdfast.directory.commit import delete_step
 from holdfast.directory.open_folder import UPLOAD_SECONDS, ServiceOptions, format_options
 from holdfast.directory.processes import (
     Claim,
+    Presence,
     Process,
     TrainingLock,
     claim,
@@ -188,6 +189,7 @@ class FolderPlace:
         """Fetches in a row that ended with the connection."""
         self._device: int | None = None
         """Device number of the folder's file system when the folder was opened."""
+        self._opened: Presence | None = None
         self._claim: Claim | None = None
 
     @property
@@ -214,6 +216,8 @@ class FolderPlace:
         self._store = store
         expect_shared(self._root, self._settings, store)
         self._device = device_of(self._root)
+        if self._root.is_dir():
+            self._opened = Presence.of(self._root)
         if self._settings.rank == 0:
             wait_for_writers(self._processes)
             self._report_other_training()
@@ -253,7 +257,11 @@ class FolderPlace:
             reply: RestoreReply = session.request(
                 Restore(round_, self._settings.rank), RestoreReply
             )
-            return round_, reply.restore_point, self._passed_over(reply)
+            return (
+                round_,
+                reply.restore_point,
+                self._passed_over(reply) or self._replaced(reply),
+            )
 
         try:
             refused = self._start.agree(self._store, join, choose)
@@ -457,6 +465,17 @@ class FolderPlace:
             lines,
         )
         return None
+
+    def _replaced(self, reply: RestoreReply) -> str | None:
+        """Return the error if another folder is at this path by now, and the script would begin at step 0."""
+        opened = self._opened
+        if reply.restore_point.step is not None or opened is None or not opened.is_lost():
+            return None
+        return (
+            f"{self._root} has no checkpoint, and is not the folder that this process opened: that one was "
+            "moved away or removed. Move it back and restore again, or create another Checkpointer to begin "
+            "without a checkpoint"
+        )
 
     def _hold_restore_point(self) -> None:
         """Keep other processes from deleting the checkpoint that this run was restored from."""
