@@ -423,7 +423,7 @@ def test_deletes_by_people(view: Checkpoint, committed: int, pruned: bool, relea
 def test_a_checkpoint_that_a_user_has_deleted_says_why_it_is_still_there(
     committed: int, cloned: frozenset[str], why: str
 ) -> None:
-    """`kubectl delete` waits, in a gang without failures for weeks."""
+    """`kubectl delete` waits for up to ten minutes."""
     objects = (going(phase="Deleting"), checkpoint(70, 2))[: 1 if committed == 40 else 2]
     given = world(committed=persisted(committed), checkpoints=objects, cloned=cloned)
     written = [d for d in decide(given, now()).objects if d.name == objects[0].name]

@@ -510,7 +510,7 @@ class Checkpointer:
         """
         require_state(state, "allocate")
         parts = self._parts()
-        parts.saves.take_for_training()
+        self._place.take_for_training()
         parts.saver.allocate(state, self._session.current_round)
 
     def save(self, step: int, state: Mapping[str, Any], *, is_last: bool = False) -> SaveHandle:

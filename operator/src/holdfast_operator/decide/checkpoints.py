@@ -327,18 +327,22 @@ class _Look:
             self._absent |= {world.last_persisted.id}
         self._found = _found(world)
 
-    def _why_it_is_still_there(self, id_: CheckpointId) -> str:
+    def _why_it_is_still_there(self, checkpoint: Checkpoint) -> str:
         """Return why the object of a checkpoint that a user has deleted still exists."""
-        for reason, ids in self._needed.items():
-            if id_ in ids:
-                return f"it was deleted; it goes when its data is not needed any more: {EXPLAINED[reason]}"
+        trains = self._world.status.completion_time is None and not self._world.spec.suspend
+        for reason, ids in self._needed.items() if trains and _loses_data(checkpoint) else ():
+            if checkpoint.id in ids:
+                return (
+                    f"it was deleted, and its data is needed for now: {EXPLAINED[reason]}. If that lasts for "
+                    "ten minutes, the object goes and the data stays"
+                )
         return "it was deleted; the object goes when its data is deleted, or cannot be"
 
     def marked(self, checkpoint: Checkpoint, id_: CheckpointId) -> CheckpointStatus:
         """Return the status with what is true now; the same object if nothing has changed."""
         status, now = checkpoint.status, self._world.now.utc
         if checkpoint.deleting:
-            text = self._why_it_is_still_there(id_)
+            text = self._why_it_is_still_there(checkpoint)
             found = moved(checkpoint, CheckpointPhase.DELETING, self._world.now, message=text)
             return status if found == status else found
         pinned = checkpoint.spec.pin

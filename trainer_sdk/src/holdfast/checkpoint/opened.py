@@ -76,17 +76,10 @@ class Opened:
             status,
             waits=options.waits,
         )
-        self.restorer = Restorer(settings, place, session, self.ring, layouts)
         self.saves = Saves(
-            place,
-            session,
-            self.saver,
-            self.decisions,
-            status,
-            position,
-            self.restorer.require_round,
-            waits=options.waits,
+            place, session, self.saver, self.decisions, status, position, waits=options.waits
         )
+        self.restorer = Restorer(settings, place, session, self.ring, layouts)
         self.peeker = Peeker(settings, session, self.ring, layouts, self.restorer, store)
 
     def restore_target(self, state: Mapping[str, Any]) -> RestoreTarget:

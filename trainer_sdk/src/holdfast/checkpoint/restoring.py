@@ -102,8 +102,8 @@ class Restorer:
         self.agreements = 0
         """Number of fetches after which the ranks have agreed. The same on every rank."""
         self._starts_again = False
-        """Whether the next fetch needs another round, because a start or a search failed on every rank, or no
-        connection can be expected. What the place knows of that round says nothing of other checkpoints."""
+        """Whether the next fetch needs another round, because a start or a search failed, or no connection
+        can be expected. What the place knows of that round says nothing of other checkpoints."""
 
     def fetch(self, target: RestoreTarget | NamedTensors) -> Fetched | None:
         """Fetch the checkpoint that all ranks can read. Return None when there is nothing to restore.
@@ -154,14 +154,6 @@ class Restorer:
                 # The error refers to this frame by its traceback. If the frame referred to the error, the
                 # state would stay in memory until the next garbage collection.
                 failed = None
-
-    def require_round(self) -> None:
-        """Begin a round if the last start or restore has left the ranks in none. A save needs one.
-
-        Raises what `Place.start` raises.
-        """
-        if self._starts_again and not self._session.is_open:
-            self._start_again()
 
     def load(
         self,

@@ -42,7 +42,7 @@ from holdfast.state.snapshot import (
 from holdfast.state.tensors import uses_gpu
 from holdfast.training.inexact_data import inexact_data
 from holdfast.training.loop import Position
-from holdfast_core.errors import ConfigError, DeviceError, SaveFailedError, UnavailableError
+from holdfast_core.errors import DeviceError, SaveFailedError, UnavailableError
 from holdfast_core.ids import Digest, Level, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.shared_files import LayoutFiles
@@ -278,17 +278,12 @@ class Saves:
         decisions: SaveDecisions,
         status: SaveStatus,
         position: Position,
-        require_round: Callable[[], None],
         *,
         waits: bool,
     ) -> None:
-        """Create an object that has saved nothing. With `waits`, each save waits for a free slot.
-
-        `require_round` begins a round, if a failed restore has left the ranks in none.
-        """
+        """Create an object that has saved nothing. With `waits`, each save waits for a free slot."""
         self.have_begun = False
-        """Whether a save was started or refused since the folder was opened or rolled back. The same on every
-        rank."""
+        """Whether a save was started since the folder was opened or rolled back. The same on every rank."""
         self.last: Step | None = None
         """The last step that was saved, until it is rolled back or dropped."""
         self._place = place
@@ -297,7 +292,6 @@ class Saves:
         self._decisions = decisions
         self._status = status
         self._position = position
-        self._require_round = require_round
         self._waits = waits
         self._left: SaveHandle | None = None
         """The held save of a loop that was left early."""
@@ -314,7 +308,7 @@ class Saves:
 
         Raises ConfigError where this run may not save.
         """
-        self.take_for_training()
+        self._place.take_for_training()
         self.hand_over_left()
         handle = SaveHandle(step, self._session.current_round, self._saving)
         slot_seconds = _BUSY_WAIT_SECONDS if is_important or self._waits else 0.0
@@ -325,23 +319,12 @@ class Saves:
                 logger.warning(line)
         return handle
 
-    def take_for_training(self) -> None:
-        """Acquire the right to save. After a ConfigError the next restore looks for newer checkpoints.
-
-        Another run may have saved them, and this run may save after it was restored from the newest.
-        """
-        try:
-            self._place.take_for_training()
-        except ConfigError:
-            self.have_begun = True
-            raise
-
     def save_left(self, step: Step, state: Mapping[str, Any]) -> None:
         """Save the last step of a loop that was left early, and hold that save."""
         self._left = SaveHandle(step, self._session.current_round, self._saving)
         self._session.saves.defer(self._left)
         try:
-            self.take_for_training()
+            self._place.take_for_training()
             self._start(self._left, state, _LEAVE_WAIT_SECONDS, _LEAVE_WAIT_SECONDS)
         except Exception as error:  # noqa: BLE001 - Python would only print it; `close` raises it
             self._left_error = error
@@ -406,8 +389,6 @@ class Saves:
             self._position.saved(state)
             self._status.count_older_failures()
             self._place.keep_for_training()
-            self._require_round()
-            handle.round = self._session.current_round
             if connection_seconds:
                 wait_connected(self._session, self._place, connection_seconds, may_close=False)
             self._hand_over(handle, state, slot_seconds)

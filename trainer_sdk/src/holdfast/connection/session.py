@@ -313,7 +313,7 @@ class Session:
     def open(self, link: Link) -> None:
         """Start `link`, whose callbacks are this session's. It connects again until `close`."""
         self._link = link
-        self.hello_error = None  # of an earlier link
+        self.hello_error, self.losses = None, 0  # of an earlier link
         link.start()
 
     def close(self) -> None:

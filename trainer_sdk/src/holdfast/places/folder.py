@@ -349,9 +349,10 @@ class FolderPlace:
             return
         store = self._store
         key = f"training/{next(self._takes)}"
-        error: str | None = None
+        error: HoldfastError | None = None
         if self._settings.rank != 0 and store is not None:
-            error = json.loads(store.wait(key))
+            refused = json.loads(store.wait(key))
+            error = None if refused is None else ConfigError(refused)
         else:
             try:
                 if self._is_read_only:
@@ -361,12 +362,15 @@ class FolderPlace:
                     )
                 self._training.take()
                 self._take_object_store()
-            except ConfigError as refused:
-                error = str(refused)
+            except HoldfastError as failed:
+                error = failed
             if store is not None:
-                store.publish(key, json.dumps(error))
+                store.publish(key, json.dumps(None if error is None else str(error)))
         if error is not None:
-            raise ConfigError(error)
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame by its traceback
         self._may_save = True
 
     def _take_object_store(self) -> None:
@@ -377,7 +381,7 @@ class FolderPlace:
         if self._object_store is None or self._session is None or not self._has_link():
             return
         for _ in range(_STARTS):
-            message = TakeStore(wait_connected(self._session, self))
+            message = TakeStore(wait_connected(self._session, self, may_close=False))
             try:
                 self._session.request(message, Ok)
                 return
@@ -473,8 +477,8 @@ class FolderPlace:
             return None
         return (
             f"{self._root} has no checkpoint, and is not the folder that this process opened: that one was "
-            "moved away or removed. Move it back and restore again, or create another Checkpointer to begin "
-            "without a checkpoint"
+            "moved away or removed. Put it in the place of the new one and restore again, or create another "
+            "Checkpointer to begin without a checkpoint"
         )
 
     def _hold_restore_point(self) -> None:

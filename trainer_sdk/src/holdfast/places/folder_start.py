@@ -77,8 +77,14 @@ class FolderStart:
         self._fetches = itertools.count()
         """Numbers of the verdicts. A restore may be called twice in one start, and ranks must not read the
         verdict of the first one."""
+        self._rounds: set[RestartRound] = set()
+        """Rounds of this run. No other run has them, because each one is reserved in the folder."""
+        self._found: frozenset[CheckpointId] = frozenset()
+        """Checkpoints that the folder held before the newest choice of a restore point."""
+        self._base: CheckpointId | None = None
+        """The restore point of the state in memory. A round that no state was loaded from has another one."""
         self._seen: frozenset[CheckpointId] = frozenset()
-        """Checkpoints that the folder held before this run chose its restore point."""
+        """Checkpoints that the folder held before that restore point was chosen."""
 
     @property
     def asked(self) -> Step | None:
@@ -127,7 +133,7 @@ class FolderStart:
                 join(RestartRound(self.round or 0))
                 return _as_error(value["refused"])
             # A checkpoint that is committed while the restore point is chosen must not count as seen.
-            self._seen = self._checkpoints()
+            found = self._checkpoints()
             try:
                 self.round, point, refused = choose()
             except (HoldfastError, OSError) as error:
@@ -146,6 +152,10 @@ class FolderStart:
             self.restore = None
             if point.step is not None and point.round is not None:
                 self.restore = CheckpointId(point.step, point.round)
+            self._found = found
+            self._rounds.add(self.round)
+            if self._start == 0:
+                self._loaded()
             if store is not None:
                 pair = None if self.restore is None else [self.restore.step, self.restore.round]
                 value = {
@@ -189,9 +199,11 @@ class FolderStart:
         if self.restore is None:
             if self._asked is not None:  # it was deleted after it had been looked up
                 raise self._no_copy("")
+            self._loaded()
             return NextFetch.NONE
         is_asked_for = self._asked is None or step == self._asked
         if self._all_succeeded(store, succeeded=error is None) and is_asked_for:
+            self._loaded()
             return NextFetch.NONE
         because = "" if error is None else f" ({error})"
         if self._asked is not None:
@@ -208,6 +220,10 @@ class FolderStart:
         )
         self._rejected.append(self.restore)
         return NextFetch.OLDER
+
+    def _loaded(self) -> None:
+        """Record that the state in memory is that of the restore point, or that there is none to load."""
+        self._base, self._seen = self.restore, self._found
 
     def _no_copy(self, because: str) -> CorruptionError:
         """Return the error about the step that the script asked for, and no longer ask for it."""
@@ -243,7 +259,7 @@ class FolderStart:
         if newer:
             raise ConfigError(
                 f"{self._root}: another run has saved step {max(c.step for c in newer)} since "
-                "this one opened the folder. Restore or start again to continue from that step, or choose "
+                "this one opened the folder. Start again to continue from that step, or choose "
                 "another folder"
             )
 
@@ -309,10 +325,9 @@ class FolderStart:
         )
 
     def _is_of_later_run(self, checkpoint: CheckpointId) -> bool:
-        if checkpoint.round == self.round:
+        if checkpoint.round in self._rounds:
             return False
-        start = self.restore
-        return start is None or age_of(checkpoint) > age_of(start)
+        return self._base is None or age_of(checkpoint) > age_of(self._base)
 
     def _checkpoints(self) -> frozenset[CheckpointId]:
         try:

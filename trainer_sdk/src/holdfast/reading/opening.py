@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -175,17 +175,22 @@ class Checkpoints(Closing):
                 reasons[checkpoint] = str(error)
                 continue
             if saved is not None:
-                for other, why in reasons.items():
-                    logger.warning(
-                        "%s: step %d is passed over: %s", self._source.name, other.step, why
-                    )
+                self._report_passed_over(reasons)
                 return saved
             if checkpoint not in self._source.checkpoints():
                 raise NotFoundError(f"{self._source.name}: step {checkpoint.step} was pruned")
             reasons[checkpoint] = f"the shards of ranks {list(lost)} are missing or damaged"
             lacking = lacking or checkpoint
         assert lacking is not None, "the last one is opened, lacks shards, or raises"
+        newer = itertools.takewhile(lambda one: one[0] != lacking, reasons.items())
+        self._report_passed_over(dict(newer))
         return SavedCheckpoint(self._source, lacking)
+
+    def _report_passed_over(self, reasons: Mapping[CheckpointId, str]) -> None:
+        for checkpoint, why in reasons.items():
+            logger.warning(
+                "%s: step %d is passed over: %s", self._source.name, checkpoint.step, why
+            )
 
     def _found(self, step: int | None) -> Sequence[CheckpointId]:
         """Return the checkpoints of a step, or all. The newest is first. Raises NotFoundError for none."""

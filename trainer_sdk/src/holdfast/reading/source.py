@@ -14,7 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.directory.choice import JOB_UID, committed, open_in_folder, pinned
+from holdfast.directory.choice import (
+    JOB_UID,
+    committed,
+    open_in_folder,
+    pinned,
+    read_patiently,
+)
 from holdfast.directory.commit import (
     delete_unneeded,
     needed_in,
@@ -274,7 +280,7 @@ class FolderSource(Closing):
 
     def _has(self, ref: ShardRef) -> bool:
         try:
-            return self._tier.look_up(ref) is not None
+            return read_patiently(lambda: self._tier.look_up(ref)) is not None
         except FormatError:
             return False
 
