@@ -53,16 +53,20 @@ with holdfast.Checkpointer() as ckpt:
     while step < STEPS:
         train()
         step += 1
-        if ckpt.should_save(step) or step == STEPS:
-            ckpt.save(step, state)
+        is_last = step == STEPS
+        if ckpt.should_save(step) or is_last:
+            ckpt.save(step, state, is_last=is_last)
 """
 WITHOUT_CONTEXT_MANAGER = """
 step = holdfast.restore(state) or 0
+saved = None
 while step < STEPS:
     train()
     step += 1
+    if step == STEPS and saved is not None:
+        saved.wait()  # on a busy machine the last save would be skipped, because the one before goes on
     if step % 10 == 0 or step == STEPS:
-        holdfast.save(step, state)
+        saved = holdfast.save(step, state)
 """
 TEAR_DOWN = """
 dist.barrier()
