@@ -92,6 +92,21 @@ def test_a_restore_that_could_not_connect_is_repeated(
     assert committed_step(tmp_path) == 3
 
 
+@pytest.mark.fault("A process cannot be started for a rollback, and the script goes on")
+def test_a_restore_does_not_ask_for_the_step_of_one_that_could_not_start(tmp_path: Path) -> None:
+    folder = holdfast.Folder(tmp_path, keep_last=9)
+    state = state_of(0)
+    with holdfast.Checkpointer(folder) as ckpt:
+        save(ckpt, 1, 2, 3)
+    with holdfast.Checkpointer(folder) as ckpt:
+        assert ckpt.restore(state, step=1) == 1
+        with no_process_can_start(tmp_path):
+            with pytest.raises(UnavailableError, match="has not replied"):
+                ckpt.restore(state, step=2)
+        assert ckpt.restore(state) == 3
+        assert torch.equal(state["t"], state_of(3)["t"])
+
+
 @pytest.mark.fault("The folder's writer is killed during a restore")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_restore_is_repeated_when_the_persister_ends(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
@@ -15,9 +13,8 @@ from tests.support.trainer.launched import committed_step, run_two_ranks
 
 import holdfast
 from holdfast.base.settings import RankSettings
-from holdfast.places.folder import PersisterProcess
 from holdfast.places.folder_start import FolderStart
-from holdfast_core.errors import ConfigError, CorruptionError, NotFoundError, UnavailableError
+from holdfast_core.errors import ConfigError, CorruptionError, NotFoundError
 from holdfast_core.ids import RestartRound, Step
 from holdfast_core.messages.schema import RestorePoint
 
@@ -123,27 +120,6 @@ def test_a_script_goes_on_after_the_error_about_a_damaged_step(folder: Path, sav
             ckpt.save(4, training.state).wait(timeout=HANG_SECONDS)
         assert ckpt.restore(training.state) == (4 if saves else 3)
         assert training.done == (4 if saves else 3)
-
-
-@pytest.mark.fault("A process cannot be started for a rollback, and the script goes on")
-def test_a_restore_does_not_ask_for_the_step_of_one_that_could_not_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> NoReturn:
-        raise OSError(errno.ENOMEM, "cannot allocate memory")
-
-    training = Training()
-    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
-        save_steps(ckpt, training, 3)
-    with holdfast.Checkpointer(holdfast.Folder(folder, keep_last=9)) as ckpt:
-        assert ckpt.restore(training.state, step=1) == 1
-        with monkeypatch.context() as patched:
-            patched.setattr(PersisterProcess, "start", refused)
-            patched.setattr("holdfast.places.folder._STARTING_SECONDS", 0.0)
-            with pytest.raises(UnavailableError, match="has not replied"):
-                ckpt.restore(training.state, step=2)
-        assert ckpt.restore(training.state) == 3
-        assert training.done == 3
 
 
 @pytest.mark.fault("The step of a rollback is pruned meanwhile")
